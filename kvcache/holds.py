@@ -12,6 +12,10 @@ from .hashing import BlockHash
 from .pins import PinBook
 from .pool import Block, BlockId
 
+#: Of the requests that await a block, so many hold it once it is resident: that keeps it, and a step must not take
+#: seconds because thousands wait with the same prompt. Not tuned.
+MAX_AWAITING = 64
+
 #: Where a waiting request stands now; the one with the highest value starts last.
 Turn = Callable[[], tuple[float, ...]]
 
@@ -69,8 +73,13 @@ class Holds:
         self.counts[block.block_id] = self.counts.get(block.block_id, 0) + 1
 
     def _await_next(self, request: Hashable, hold: _Hold) -> None:
-        if hold.grows:
-            self.awaited.setdefault(hold.next_hash, []).append(request)
+        if not hold.grows:
+            return
+        others = self.awaited.setdefault(hold.next_hash, [])
+        if len(others) < MAX_AWAITING:
+            others.append(request)
+        else:
+            hold.hashes = ()
 
     def _await_no_more(self, request: Hashable, hold: _Hold) -> None:
         if hold.grows:

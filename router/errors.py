@@ -182,7 +182,7 @@ class ResponseNotFound(RouterError, status=404, code="response_not_found"):
     """No response with this id is stored for the tenant."""
 
     def __init__(self, response_id: str) -> None:
-        super().__init__(f"there is no stored response {response_id!r}")
+        super().__init__(f"Response with id {response_id!r} not found.")
 
 
 class RequestNotFound(RouterError, status=404, code="request_not_found"):

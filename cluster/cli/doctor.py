@@ -330,8 +330,10 @@ def examine_failure(view: Mapping[str, Any], routers: int) -> Finding:
     if alone:
         message = f"{', '.join(alone)} has one replica: if it is killed, its requests wait until it is back or time out"
         return Finding("failure", "warning", message, "homing scale to 2 or more")
-    streams = "the streams of its clients break, others go on" if routers > 1 else "all streams break until it is back"
-    message = f"a killed replica's requests continue on another one; if a router is killed, {streams}"
+    router = (
+        "a router's death breaks the streams of its clients" if routers > 1 else "the router's death breaks all streams"
+    )
+    message = f"a killed replica's requests continue on another one; {router}, which clients must send again"
     return Finding("failure", "ok", message)
 
 

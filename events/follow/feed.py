@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -270,7 +271,7 @@ class EventFeed:
             return
         # Handle messages received before the disconnect first: they must not count as received after it.
         for reader in self._readers[:-1]:
-            reader.drain()
+            reader.drain(inf)
         self._run(self.subscription.on_disconnect())
         if self._handshakes.refusal is not None and self._readers:
             why = self._handshakes.refusal

@@ -6,6 +6,7 @@ interpret messages and does not own the socket.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -13,8 +14,9 @@ import zmq
 
 Message = list[bytes]
 
-#: Messages taken from one socket before the loop's other callbacks run.
+#: Messages taken from one socket before the loop's other callbacks run, and the seconds after which they run anyway.
 MESSAGES_PER_WAKE = 256
+SECONDS_PER_WAKE = 0.004
 #: A plain number, because `&` with pyzmq's enumeration takes 3 us.
 _READABLE = zmq.POLLIN.value
 
@@ -52,13 +54,13 @@ class SocketReader:
             self._scheduled = True
             self._loop.call_soon(self._drain_scheduled)
 
-    def drain(self) -> None:
-        """Handle the messages that have arrived, at most MESSAGES_PER_WAKE at a time."""
+    def drain(self, seconds: float = SECONDS_PER_WAKE) -> None:
+        """Handle the messages that have arrived: at most MESSAGES_PER_WAKE, for about so many seconds."""
         if self._draining:
             return
         self._draining, empty = True, False
         try:
-            empty = self._take_some()
+            empty = self._take_some(time.monotonic() + seconds)
         finally:
             # Needed even if a handler raised: the descriptor does not signal again for messages still queued.
             self._draining = False
@@ -75,7 +77,7 @@ class SocketReader:
         self._scheduled = False
         self.drain()
 
-    def _take_some(self) -> bool:
+    def _take_some(self, end: float) -> bool:
         sock = self._socket
         for _ in range(MESSAGES_PER_WAKE):
             # Checking first costs half as much as the exception that an empty socket raises.
@@ -85,4 +87,6 @@ class SocketReader:
             while sock.getsockopt(zmq.RCVMORE):
                 frames.append(sock.recv(zmq.NOBLOCK))
             self._handle(frames)
+            if time.monotonic() > end:
+                break
         return self._closed

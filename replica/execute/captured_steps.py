@@ -15,7 +15,7 @@ import torch
 from ..attention.paged import Batch
 from ..engine.step_plan import RaggedBatch
 from ..kernels.cpu.runtime.call_recording import Arena, CallRecording, NotRecorded, record
-from ..models.layers import FEW_ROWS
+from ..models.layers import few_rows
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ Forward = Callable[[Batch], torch.Tensor | None]
 MAX_SHAPES = 256
 #: Width of the narrowest block tables, in pages.
 MIN_PAGES = 16
+#: Steps of so many rows are tried after larger ones could not be captured, where all use the same products.
+FEW_ROWS = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,8 +76,9 @@ class CapturedSteps:
             step = self._steps[shape] = _CapturedStep(shape, batch, self._arena, self._forward)
         except NotRecorded as error:
             log.info("captured_steps_unusable rows=%d reason=%r", shape.rows, str(error))
-            # No step with this many rows or more can be captured. Up to FEW_ROWS use other kernels, so these may work.
-            self._max_rows = min(shape.rows - 1, FEW_ROWS)
+            # No step with this many rows or more can be captured. Those of a few rows may use other kernels.
+            few = few_rows()
+            self._max_rows = min(shape.rows - 1, FEW_ROWS if few == math.inf else few)
             for larger in [each for each in self._steps if each.rows > self._max_rows]:
                 del self._steps[larger]
             return None

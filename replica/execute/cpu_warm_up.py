@@ -1,4 +1,4 @@
-"""Compiles the kernels that a model needs on this processor and caches them for its ranks.
+"""Compiles and compares the kernels that a model needs on this processor, and caches the results for its ranks.
 
     python -m homing.replica.execute.cpu_warm_up FOLDER DTYPE BLOCK_SIZE DONE
 
@@ -14,6 +14,7 @@ import torch
 
 from ..kernels.base import PagedRows
 from ..kernels.choice import compiled_problem
+from ..kernels.cpu.attention.choice import prompt_choice
 from ..kernels.cpu.cpu_kernels import CompiledKernels
 from ..load.preflight import ModelConfig, multiplies_bfloat16, read_config
 from ..models.base import AttentionRule, Rotary
@@ -52,6 +53,7 @@ def launch_all(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None
     rows, rule = PagedRows(keys, values, torch.zeros(TOKENS, 1, dtype=torch.int32), lengths), AttentionRule(1.0)
     kernels.decode(q, rows, None, rule, torch.empty_like(q))
     kernels.prefill(q, rows, torch.arange(TOKENS + 1, dtype=torch.int32), rule, torch.empty_like(q))
+    prompt_choice(dtype, heads, kv_heads, dim)
     x = torch.zeros(TOKENS, 2 * dim, dtype=dtype)
     Linear(torch.zeros(32, 2 * dim, dtype=dtype))(x)
     cos, sin = kernels.rotary_table(places, torch.zeros(dim // 2), dtype)

@@ -68,12 +68,18 @@ def measured_on_cpu(heads: int = 32, kv_heads: int = 8, dim: int = 128) -> list[
     """What was measured to be fastest on this processor and why, as sentences; empty if no kernels can be compiled."""
     if compiled_problem() is not None:
         return []
-    from .cpu.attention.choice import prompt_choice  # needs numba
+    from ..models.layers import product_choice
+    from .cpu.attention.choice import decode_choice, prompt_choice  # needs numba
 
-    names = {dtype: str(dtype).removeprefix("torch.") for dtype in COMPILED_DTYPES}
-    return [
-        f"prompt attention in {name}: {prompt_choice(dtype, heads, kv_heads, dim)}" for dtype, name in names.items()
-    ]
+    found: list[str] = []
+    for dtype in COMPILED_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        found += [
+            f"prompt attention in {name}: {prompt_choice(dtype, heads, kv_heads, dim)}",
+            f"decode attention in {name}: {decode_choice(dtype, heads, kv_heads, dim)}",
+            f"products in {name}: {product_choice(dtype)}",
+        ]
+    return found
 
 
 @functools.cache

@@ -192,9 +192,9 @@ def _holds_linears_twice() -> bool:
     """Whether bfloat16 linears are packed twice: for oneDNN, and for our kernel for steps of few rows."""
     if importlib.util.find_spec("numba") is None:
         return False
-    from ..kernels.cpu.runtime.processor import beats_packed
+    from ..kernels.cpu.runtime.processor import may_beat_packed
 
-    return not beats_packed()
+    return not may_beat_packed()
 
 
 def check_ranks(config: ModelConfig, settings: ReplicaSettings, *, pickled: bool = False) -> None:

@@ -1,27 +1,32 @@
 """Linear layers on flat [tokens, features] activations.
 
-On CPUs, `Linear` packs its weight for the fastest product. For bfloat16 that is our compiled kernel where it beats
-oneDNN (`processor.beats_packed`); otherwise it is oneDNN (steps 1.5 to 2.5 times as fast as with `F.linear`, measured
-on an AMD EPYC core, float32, batch 1 to 8). Where our kernel is faster only for one or two rows, a bfloat16 weight is
-packed for both.
+On CPUs, `Linear` packs its weight for the fastest product. For bfloat16 that is our compiled kernel up to the number
+of rows at which oneDNN was measured to be faster on this machine (`few_rows`), and for float32 oneDNN, unless torch's
+plain product is faster. A bfloat16 weight that both multiply is packed for both.
 """
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..kernels.choice import compiled_problem
 
+if TYPE_CHECKING:
+    from ..kernels.cpu.runtime.measurements import Comparison
+
 logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
-#: The most rows with which a product is bound by reading the weight. On one and two cores of an AMD EPYC, oneDNN was
-#: about as fast as products in float32 with three rows, and faster with four.
-FEW_ROWS = 2
+#: Numbers of rows with which products are compared: bound by reading the weight, by arithmetic, and between.
+COMPARED_ROWS = (1, 4, 16, 64)
+#: Outputs and features of the weight: 8 MB in bfloat16, more than a core's cache.
+COMPARED_WEIGHT = (2048, 2048)
 #: The uint8 value that represents an activation of 0.
 _ZERO_POINT = 128
 #: Lower bound on row maxima, so that rows of zeros have a scale.
@@ -75,27 +80,86 @@ def _compiles(dtype: torch.dtype) -> bool:
 class Linear:
     """y = x W^T + b. On CPUs where oneDNN is faster for many rows, a bfloat16 weight takes twice its bytes."""
 
-    __slots__ = ("_of_few", "_of_many", "out_features")
+    __slots__ = ("_few_rows", "_of_few", "_of_many", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features = len(weight)
-        self._of_few, self._of_many = _products(weight, bias)
+        self._few_rows, self._of_few, self._of_many = _products(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return (self._of_few if len(x) <= FEW_ROWS else self._of_many)(x)
+        return (self._of_few if len(x) <= self._few_rows else self._of_many)(x)
 
 
-def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product, Product]:
-    """Two products of a weight: for up to `FEW_ROWS` rows, and for more."""
+def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[float, Product, Product]:
+    """A number of rows, and a weight's product for up to so many rows, and for more."""
     if weight.device.type != "cpu":
-        return (_plain(weight, bias),) * 2
+        return math.inf, *(_plain(weight, bias),) * 2
     if weight.shape[1] % 2 or not _compiles(weight.dtype):
-        return (_packed(weight, bias),) * 2
-    from ..kernels.cpu.linear.product import pack, product
-    from ..kernels.cpu.runtime.processor import beats_packed
+        return math.inf, *(_packed(weight, bias),) * 2
+    few = few_rows()
+    compiled = _compiled(weight, bias) if few else _packed(weight, bias)
+    return few, compiled, compiled if few == math.inf else _packed(weight, bias)
 
-    compiled = functools.partial(product, packed=pack(weight, bias))
-    return compiled, compiled if beats_packed() else _packed(weight, bias)
+
+@functools.cache
+def few_rows() -> float:
+    """The most rows whose bfloat16 product our compiled kernel computes; oneDNN computes products of more rows."""
+    return _most_rows({rows: each.library for rows, each in product_speeds(torch.bfloat16).items()})
+
+
+def _most_rows(library: Mapping[int, bool]) -> float:
+    """From whether the library is to be used with some numbers of rows: the most with which ours is used."""
+    ours = [rows for rows, chosen in library.items() if not chosen]
+    more = [rows for rows in library if rows > max(ours, default=0)]
+    return min(more) // 2 if more else math.inf
+
+
+@functools.cache
+def _plain_is_faster(dtype: torch.dtype) -> bool:
+    """Whether torch's plain product is faster than oneDNN's packed one with any number of rows."""
+    found = product_speeds(dtype) if dtype == torch.float32 else {}
+    return bool(found) and all(each.library for each in found.values())
+
+
+def product_choice(dtype: torch.dtype) -> str:
+    """Which products `Linear` uses for weights of this dtype and why, for people."""
+    found = product_speeds(dtype)
+    if not found:
+        return "oneDNN" if _packs(dtype) else "torch"
+    if dtype == torch.bfloat16:
+        few, library = few_rows(), "oneDNN"
+        chosen = "own kernel" if few == math.inf else f"own kernel up to {few:.0f} rows, oneDNN for more"
+    else:
+        chosen, library = ("torch", "torch") if _plain_is_faster(dtype) else ("oneDNN", "torch")
+    speeds = ", ".join(f"{each.speed:.2f} times with {rows}" for rows, each in found.items())
+    return f"{chosen} (speed of {library}: {speeds} rows)"
+
+
+@functools.cache
+def product_speeds(dtype: torch.dtype) -> dict[int, "Comparison"]:
+    """How fast the library's product is compared with ours, by number of rows; empty if there is no choice.
+
+    In bfloat16, our compiled kernel is compared with oneDNN; in float32, oneDNN with torch's plain product.
+    """
+    if compiled_problem(dtype) is not None or not _packs(dtype):
+        return {}
+    from ..kernels.cpu.runtime.measurements import measurements
+
+    ours, library = (_compiled, _onednn) if _compiles(dtype) else (_onednn, _plain)
+
+    @functools.cache  # not built if all comparisons are known
+    def products() -> tuple[Product, Product]:
+        weight = torch.ones(COMPARED_WEIGHT, dtype=dtype)
+        return ours(weight, None), library(weight, None)
+
+    def compare(rows: int) -> "Comparison":
+        x = torch.ones(rows, COMPARED_WEIGHT[1], dtype=dtype)
+        return measurements().compare(
+            f"product of {rows} rows, {dtype}", lambda: products()[0](x), lambda: products()[1](x)
+        )
+
+    with torch.inference_mode():
+        return {rows: compare(rows) for rows in COMPARED_ROWS}
 
 
 class PackedExperts:
@@ -134,9 +198,19 @@ def packs_experts(up: torch.Tensor, down: torch.Tensor) -> bool:
     return even and up.device.type == "cpu" and up.dtype == down.dtype and _compiles(up.dtype)
 
 
+def _compiled(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    from ..kernels.cpu.linear.product import pack, product
+
+    return functools.partial(product, packed=pack(weight, bias))
+
+
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    if not _packs(weight.dtype):
+    if not _packs(weight.dtype) or _plain_is_faster(weight.dtype):
         return _plain(weight, bias)
+    return _onednn(weight, bias)
+
+
+def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     weight = _pack(weight)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

@@ -4,6 +4,7 @@ Sits between `Backend` and the response writers of a dialect. Everything runs in
 iteration of the event loop nor a task.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 SEED_MASK = 2**64 - 1
 #: Choices of a request that its record describes.
 MAX_RECORDS = 8
+#: Choices that begin or are cancelled in one iteration of the event loop: each takes about 0.1 ms.
+CHOICES_AT_ONCE = 32
 _encode_text = msgspec.json.Encoder().encode
 #: The text of a choice whose token is discarded (`max_tokens: 0`).
 _DISCARDED = TextDelta("", "length")
@@ -151,7 +154,6 @@ class RunningChoice(msgspec.Struct, eq=False):
     cached: int = 0
     waited_s: float | None = None
     pinned: int | None = None
-    stop_token_id: int | None = None  #: the token that ended the answer
     prompt_logprobs: list[EncodedPosition] | None = None
     reasoning_tokens: int = 0
     blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
@@ -203,11 +205,9 @@ class RunningChoice(msgspec.Struct, eq=False):
                 if self.content_tokens is not None:
                     shown = self.content_tokens.push(received, shown)
             self.ending = shown.ending
-            if shown.ending:
-                self.stop_token_id = delta.stop_token_id
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
-                generation.choice_ended()
+                generation.choice_ended(self)
         except RouterError as error:
             generation.abort(error)
         except Exception as error:  # if it propagated, it would interrupt the delivery of other requests' tokens
@@ -270,9 +270,12 @@ class Generation:
         self._ttft_s: float | None = None
         self._prepare_s = front.monotonic() - exchange.started_at  #: reading, decoding and tokenizing the request
 
-    def begin(self) -> None:
-        """Send all choices to the backend. Raises the errors of backend and rate limiter, and ClientGoneError."""
-        exchange, job, served = self._exchange, self.job, self.job.served
+    async def begin(self) -> None:
+        """Send all choices to the backend: many in turns, among tenants.
+
+        Raises the errors of backend and rate limiter, and ClientGoneError.
+        """
+        exchange, job = self._exchange, self.job
         if exchange.gone:
             raise ClientGoneError
         # Each choice counts with its prompt, as each is a request to the replicas.
@@ -283,26 +286,36 @@ class Generation:
         try:
             for prompt in job.prompts:
                 for index in range(job.choices_per_prompt):
-                    request = generation_request(job, prompt, self._caller, index, deadline, exchange.traceparent)
-                    stream = served.backend.generate(request)
-                    parser = job.parser() if job.parser is not None else None
-                    detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
-                    kind = TokenAnswerText if job.keep_tokens else AnswerText
-                    answer = kind(detokenizer, job.stops, min_tokens=job.sampling.min_tokens, show_stop=job.show_stop)
-                    choice = RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser)
-                    if job.content_logprobs:
-                        choice.content_tokens = ContentTokens()
-                    if parser is None and not job.stops and not job.keep_tokens and job.sampling.logprobs is None:
-                        choice.plain = detokenizer
-                    self.choices.append(choice)
+                    if self.choices and not len(self.choices) % CHOICES_AT_ONCE:
+                        await self.front.body_reader.turn(exchange, self.tenant)
+                    self._begin_choice(prompt, index, deadline)
         except BaseException:
             self._cancel()
             self._caller.refund()
             raise
         self.left = len(self.choices)
         exchange.on_gone, exchange.generation = self._client_left, self
-        for choice in self.choices:
+        for number, choice in enumerate(self.choices):
+            if number and not number % CHOICES_AT_ONCE:  # many may have ended meanwhile
+                await self.front.body_reader.turn(exchange, self.tenant)
+            if self.over:
+                return
             choice.stream.listen(choice)
+
+    def _begin_choice(self, prompt: EncodedPrompt, index: int, deadline: float) -> None:
+        job, served = self.job, self.job.served
+        request = generation_request(job, prompt, self._caller, index, deadline, self._exchange.traceparent)
+        stream = served.backend.generate(request)
+        parser = job.parser() if job.parser is not None else None
+        detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
+        kind = TokenAnswerText if job.keep_tokens else AnswerText
+        answer = kind(detokenizer, job.stops, min_tokens=job.sampling.min_tokens, show_stop=job.show_stop)
+        choice = RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser)
+        if job.content_logprobs:
+            choice.content_tokens = ContentTokens()
+        if parser is None and not job.stops and not job.keep_tokens and job.sampling.logprobs is None:
+            choice.plain = detokenizer
+        self.choices.append(choice)
 
     @property
     def tenant(self) -> bytes:
@@ -314,13 +327,11 @@ class Generation:
         if self._ttft_s is None:
             self._ttft_s = ttft_s
 
-    def choice_ended(self) -> None:
-        """Finish the response after the last choice; until then, end the streams of choices that hit a stop string."""
+    def choice_ended(self, choice: RunningChoice) -> None:
+        """Finish the response after the last choice; before, only the stream of this one, if it hit a stop string."""
         self.left -= 1
         if self.left:
-            for choice in self.choices:
-                if choice.ending:
-                    choice.stream.cancel(answered=True)
+            choice.stream.cancel(answered=True)
             return
         self._close()
         self.writer.end(self)
@@ -373,8 +384,8 @@ class Generation:
         self._caller.end(summary.output_tokens)
 
     def _cancel(self) -> None:
-        for choice in self.choices:
-            choice.stream.cancel(answered=choice.ending is not None)
+        """Cancel all choices, the last first: they may still wait, and would only be sent to be cancelled."""
+        _cancel_some(self.choices[::-1])
 
     def _summary(self) -> GenerationSummary:
         choices, caller, job = self.choices, self._caller, self.job
@@ -447,3 +458,11 @@ class Generation:
                 self._exchange.departure = departure.token, departure.at
                 headers.append(("x-homing-departure", departure.header()))
         return headers
+
+
+def _cancel_some(choices: Sequence[RunningChoice]) -> None:
+    """Cancel choices, and those behind them in later iterations of the event loop."""
+    for choice in choices[:CHOICES_AT_ONCE]:
+        choice.stream.cancel(answered=choice.ending is not None)
+    if rest := choices[CHOICES_AT_ONCE:]:
+        asyncio.get_running_loop().call_soon(_cancel_some, rest)

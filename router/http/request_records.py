@@ -6,10 +6,13 @@ import msgspec
 
 from ..activity import Refusal, RequestRecord, Times
 from ..errors import RouterError, UnknownKey
+from .dialects.long_json import Steps
 from .front import UNKNOWN, Front
 from .history import RequestQuery, State
 from .protocol.exchange import Exchange, GenerationSummary
 
+#: Requests described in one step; each takes up to 0.3 ms.
+RECORDS_PER_STEP = 8
 MAX_MESSAGE = 300
 MAX_NAME = 64
 #: Bodies up to this size are decoded to find the model that a refused request named; longer ones are only searched.
@@ -58,12 +61,16 @@ def record_of(front: Front, exchange: Exchange) -> RequestRecord:
     )
 
 
-def running(front: Front, query: RequestQuery) -> list[RequestRecord]:
+def running(front: Front, query: RequestQuery) -> Steps[list[RequestRecord]]:
     """The requests in progress that fit, oldest first."""
     found: list[RequestRecord] = []
-    for exchange in front.open_exchanges:
+    for number, exchange in enumerate(list(front.open_exchanges)):
         if len(found) == query.most:
             break
+        if number and not number % RECORDS_PER_STEP:
+            yield
+        if exchange not in front.open_exchanges:  # it ended between two steps
+            continue
         record = record_of(front, exchange)
         if query.fits(record):
             found.append(record)

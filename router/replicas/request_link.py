@@ -11,6 +11,7 @@ heartbeats in its own thread, so a long step does not look like a crash.
 
 import asyncio
 import logging
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -136,7 +137,7 @@ class ReplicaLink:
                 self._connected = True
                 self._sink.connected()
             case Connection.LOST:
-                self._readers[0].drain()  # deliver the replica's last replies first
+                self._readers[0].drain(inf)  # deliver the replica's last replies first
                 self._lose()
 
     def _lose(self) -> None:

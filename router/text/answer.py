@@ -121,14 +121,21 @@ class AnswerText:
 
 
 class TokenAnswerText(AnswerText):
-    """Like `AnswerText`, but tokens accompany the text even without logprobs."""
+    """Like `AnswerText`, but tokens accompany the text even without logprobs, and so does the one that ended it."""
 
     __slots__ = ()
 
     def push(self, delta: TokenDelta) -> TextDelta:
         if delta.logprobs is None:
             delta = msgspec.structs.replace(delta, logprobs=[None] * len(delta.token_ids))
-        return super().push(delta)
+        shown = super().push(delta)
+        if delta.stop_token_id is None or self.stopped_by is not None:
+            return shown
+        scores = delta.logprobs or ()
+        score = scores[len(delta.token_ids) - 1] if len(scores) >= len(delta.token_ids) else None
+        return msgspec.structs.replace(
+            shown, tokens=[*shown.tokens, TokenAt(delta.stop_token_id, self._decoded, score)]
+        )
 
 
 class AnswerBlock(msgspec.Struct):

@@ -1,17 +1,22 @@
 """What one tenant's largest legal requests cost another: waits for a first token, gaps, pauses of the router, memory.
 
-    python -m tests.bench.isolation [--url URL --key KEY --other-key KEY] [--only WORDS] [--seconds 3]
+    python -m tests.bench.isolation [--url URL --key KEY --other-key KEY] [--only WORDS] [--part 1/4] [--seconds 3]
+        [--no-fields] [--load 8]
 
 Without `--url`, two replicas of the demo model are started. The attacks are the known ones, and one for each field of
-each API: the largest value that the server accepts, found by asking it, sent by four clients of one tenant at once.
-Meanwhile another tenant asks for short answers, and a third client measures how long the router's loop stands still.
-The first row is without an attack; compare with it, because other work on the machine shows in every row.
+each API: the largest value that the server accepts, found by asking it, sent by four clients of one tenant at once,
+which run in a process of their own. Meanwhile another tenant asks for short answers, and a third client measures how
+long the router takes to answer `/health`, and how much its loop computed until then. The first row is without an
+attack; compare with it, because other work on the machine shows in every row but not in the column "loop", which is CPU
+time. `--load`: so many processes compute all the time, at the same priority. `--part` runs a part of
+the walk, which has 340 attacks and takes ten minutes with `--seconds 1.2`.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import socket
@@ -21,6 +26,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -58,6 +65,7 @@ class Seen:
     gap_s: list[float] = field(default_factory=list)
     guided_s: list[float] = field(default_factory=list)  #: first tokens of answers with a new constraint
     pause_s: list[float] = field(default_factory=list)
+    loop_s: list[float] = field(default_factory=list)  #: CPU time of the router's loop during such a pause
     statuses: set[int] = field(default_factory=set)
 
 
@@ -126,18 +134,95 @@ def constraints() -> Iterator[Attack]:
         yield Attack(f"constraint: {name}", "/v1/completions", body)
 
 
+def client_of(url: str, key: str) -> httpx.AsyncClient:
+    headers, limits = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=200)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=False)
+
+
+class Attacker:
+    """The clients of the attacking tenant, in a process that lives as long as this object's context."""
+
+    def __init__(self, url: str, key: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        self._process = context.Process(target=serve_orders, args=(theirs, url, key))
+
+    def __enter__(self) -> "Attacker":
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orders.send(None)
+        self._process.join()
+
+    def begin(self, attack: Attack, seconds: float) -> None:
+        self._orders.send((attack.path, json.dumps(attack.body).encode(), seconds))
+
+    def statuses(self) -> set[int]:
+        """Wait for the end of an attack."""
+        found: set[int] = self._orders.recv()
+        return found
+
+
+def serve_orders(orders: Connection, url: str, key: str) -> None:
+    """Run attacks as ordered, in a process of its own."""
+    while (order := orders.recv()) is not None:
+        orders.send(asyncio.run(attack_with(url, key, *order)))
+
+
+async def attack_with(url: str, key: str, path: str, body: bytes, seconds: float) -> set[int]:
+    end, statuses = time.perf_counter() + seconds, set[int]()
+
+    async def one() -> None:
+        headers = {"content-type": "application/json"}
+        while (left := end - time.perf_counter()) > 0:
+            sent = body.replace(UNIQUE.encode(), f"{random.getrandbits(32):08x}".encode())
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                async with (
+                    asyncio.timeout(left),
+                    client.stream("POST", path, content=sent, headers=headers) as answer,
+                ):
+                    statuses.add(answer.status_code)
+                    async for _ in answer.aiter_bytes():
+                        pass
+
+    async with client_of(url, key) as client:
+        await asyncio.gather(*(one() for _ in range(CLIENTS)))
+    return statuses
+
+
+class LoopClock:
+    """CPU seconds of a process's busiest thread, which in a router is its event loop."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._tasks = Path(f"/proc/{process.pid}/task")
+        self._before = {task.name: self._cpu_s(task) for task in self._tasks.iterdir()}
+        self._busiest: Path | None = None
+
+    def choose(self) -> None:
+        """Choose the thread that was busiest since the start."""
+        self._busiest = max(
+            self._tasks.iterdir(), key=lambda task: self._cpu_s(task) - self._before.get(task.name, 0.0)
+        )
+
+    def cpu_s(self) -> float:
+        return 0.0 if self._busiest is None else self._cpu_s(self._busiest)
+
+    @staticmethod
+    def _cpu_s(task: Path) -> float:
+        with contextlib.suppress(OSError):
+            return int((task / "schedstat").read_text().split()[0]) / 1e9
+        return 0.0
+
+
 class Server:
     """The server under attack, as each of the two tenants sees it."""
 
-    def __init__(self, url: str, keys: tuple[str, str]) -> None:
+    def __init__(self, url: str, keys: tuple[str, str], process: psutil.Process | None) -> None:
+        """`process`: the router, if it runs on this machine."""
         self.url = url
-        limits = httpx.Limits(max_connections=200)
-        self.attacker, self.victim = (
-            httpx.AsyncClient(
-                base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120, limits=limits, trust_env=False
-            )
-            for key in keys
-        )
+        self.attacker, self.victim = (client_of(url, key) for key in keys)
+        self._clock = None if process is None else LoopClock(process)
 
     async def largest(self) -> list[Attack]:
         """For each field of each API, the largest value that is accepted."""
@@ -169,26 +254,21 @@ class Server:
                 break
         return best
 
-    async def watch(self, attack: Attack | None, seconds: float) -> Seen:
-        seen, end = Seen(), time.perf_counter() + seconds
-        tasks = [self._ask(seen, end), self._probe(seen, end)]
-        if attack is not None:
-            body = json.dumps(attack.body).encode()
-            tasks += [self._attack(attack.path, body, seen, end) for _ in range(CLIENTS)]
-        await asyncio.gather(*tasks)
-        return seen
+    async def find_loop(self) -> None:
+        """Find the router's loop: the thread that answers."""
+        for _ in range(300):
+            await self.victim.get("/health")
+        if self._clock is not None:
+            self._clock.choose()
 
-    async def _attack(self, path: str, body: bytes, seen: Seen, end: float) -> None:
-        headers = {"content-type": "application/json"}
-        while (left := end - time.perf_counter()) > 0:
-            with contextlib.suppress(httpx.HTTPError, TimeoutError):
-                async with (
-                    asyncio.timeout(left),
-                    self.attacker.stream("POST", path, content=_unique(body), headers=headers) as answer,
-                ):
-                    seen.statuses.add(answer.status_code)
-                    async for _ in answer.aiter_bytes():
-                        pass
+    async def watch(self, attacker: Attacker, attack: Attack | None, seconds: float) -> Seen:
+        seen, end = Seen(), time.perf_counter() + seconds
+        if attack is not None:
+            attacker.begin(attack, seconds)
+        await asyncio.gather(self._ask(seen, end), self._probe(seen, end))
+        if attack is not None:
+            seen.statuses = await asyncio.to_thread(attacker.statuses)
+        return seen
 
     async def _ask(self, seen: Seen, end: float) -> None:
         guided = False
@@ -211,14 +291,12 @@ class Server:
 
     async def _probe(self, seen: Seen, end: float) -> None:
         while time.perf_counter() < end:
-            start = time.perf_counter()
+            start, before = time.perf_counter(), self._clock.cpu_s() if self._clock else 0.0
             await self.victim.get("/health")
             seen.pause_s.append(time.perf_counter() - start)
+            if self._clock is not None:
+                seen.loop_s.append(self._clock.cpu_s() - before)
             await asyncio.sleep(0.01)
-
-
-def _unique(body: bytes) -> bytes:
-    return body.replace(UNIQUE.encode(), f"{random.getrandbits(32):08x}".encode())
 
 
 def _shown(value: Any) -> str:
@@ -235,31 +313,44 @@ def router_of(parent: int) -> psutil.Process | None:
 
 
 def row(name: str, seen: Seen, before: int, after: int) -> str:
-    measured = (seen.first_token_s, seen.guided_s, seen.gap_s, seen.pause_s)
+    measured = (seen.first_token_s, seen.guided_s, seen.gap_s, seen.pause_s, seen.loop_s)
     figures = [max(values, default=0.0) * 1e3 for values in measured]
     cells = [name, *(f"{figure:.0f}" for figure in figures), f"{before >> 20}", f"{after >> 20}"]
     return f"| {' | '.join(cells)} | {','.join(map(str, sorted(seen.statuses)))} |"
 
 
-async def run(options: argparse.Namespace, parent: int) -> None:
-    server = Server(options.url, (options.key, options.other_key))
+async def run(options: argparse.Namespace, parent: int, attacker: Attacker) -> None:
     process = router_of(parent)
+    server = Server(options.url, (options.key, options.other_key), process)
+    await server.find_loop()
 
     def memory() -> int:
         return process.memory_info().rss if process else 0
 
     attacks = [*known(), *(await server.largest() if options.fields else ())]
-    attacks = [attack for attack in attacks if options.only in attack.name]
+    number, parts = map(int, options.part.split("/"))
+    attacks = [attack for attack in attacks if options.only in attack.name][number - 1 :: parts]
     load = os.getloadavg()[0]
-    print(f"{len(attacks)} attacks; load {load:.1f}; milliseconds, MiB of the router before and after")
-    print(
-        "| attack | first token | guided | gap | pause | before | after | status |\n|---|---|---|---|---|---|---|---|"
-    )
+    print(f"{len(attacks)} attacks; load {load:.1f}; milliseconds, MiB of the router before and after\n")
+    print("| attack | first token | guided | gap | pause | loop | before | after | status |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for attack in (None, *attacks):
         before = memory()
-        seen = await server.watch(attack, options.seconds)
-        await asyncio.sleep(0.5)
+        seen = await server.watch(attacker, attack, options.seconds)
+        await asyncio.sleep(0.2)
         print(row(attack.name if attack else "none", seen, before, memory()), flush=True)
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes computing."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
 
 
 @contextlib.contextmanager
@@ -295,12 +386,16 @@ def main() -> None:
     parser.add_argument("--no-fields", dest="fields", action="store_false", help="only the known attacks")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each attack")
+    parser.add_argument("--part", default="1/1", help="such as 2/4: every fourth attack from the second on")
+    parser.add_argument("--load", type=int, default=0, help="number of busy processes meanwhile")
     options = parser.parse_args()
-    if options.url:
-        asyncio.run(run(options, 0))
-        return
-    with demo() as (options.url, parent):
-        asyncio.run(run(options, parent))
+    with contextlib.ExitStack() as stack:
+        parent = 0
+        if not options.url:
+            options.url, parent = stack.enter_context(demo())
+        attacker = stack.enter_context(Attacker(options.url, options.key))
+        stack.enter_context(busy(options.load))
+        asyncio.run(run(options, parent, attacker))
 
 
 if __name__ == "__main__":

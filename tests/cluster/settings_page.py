@@ -12,7 +12,8 @@ def markdown() -> str:
         "",
         "Each setting is a key of the settings file (`--config FILE` or `HOMING_CONFIG`), a flag (`--block-size 32`)",
         "and a variable (`HOMING_BLOCK_SIZE=32`); a switch is `--hash-only` or `--no-hash-only`. A flag overrides a",
-        "variable, a variable the file. Sizes are in bytes. An empty text is none, unless the table says otherwise.",
+        "variable, a variable the file. Sizes are in bytes. Settings without limits are texts; an empty one is none,",
+        "unless the table says otherwise.",
         "",
         "```yaml",
         "kvcache:",
@@ -40,7 +41,7 @@ def markdown() -> str:
     ]
     for section in SECTIONS:
         summary = (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]
-        lines += ["", f"## {section}", "", summary, "", "| key | default | allowed | |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", summary, "", "| key | default | allowed | meaning |", "|---|---|---|---|"]
         lines += [_row(setting) for setting in SETTINGS.values() if setting.section == section]
     return "\n".join(lines) + "\n"
 
@@ -59,9 +60,12 @@ def _allowed(setting: Setting) -> str:
         return ", ".join(setting.choices)
     low, high, above, below = setting.meta.ge, setting.meta.le, setting.meta.gt, setting.meta.lt
     assert below is None, "no setting has an open upper bound yet"
-    kind = {bool: "on or off", int: "integer", float: "number", str: "text"}[setting.bare_type]
-    start = f" above {above}" if above is not None else f" from {low}" if low is not None else ""
-    return kind + start + (f" to {high}" if high is not None else "")
+    if setting.bare_type in (bool, str):
+        return "on, off" if setting.bare_type is bool else ""
+    if low is not None and high is not None:
+        return f"{low}–{high}"
+    assert (low is None) != (above is None), f"{setting.name} has no lower bound"
+    return (f"> {above}" if low is None else f"≥ {low}") + (f", ≤ {high}" if high is not None else "")
 
 
 if __name__ == "__main__":

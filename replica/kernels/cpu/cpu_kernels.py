@@ -1,7 +1,8 @@
 """All compiled CPU kernels in one class. Sampling and some prefills use plain torch."""
 
+from collections.abc import Callable
 from itertools import groupby, pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -9,9 +10,11 @@ from ...models.base import AttentionRule
 from ..base import PagedRows, TorchCpuKernels
 from . import pointwise
 from .attention import fused
-from .attention.choice import FEWEST, prompt_choice
+from .attention.choice import FEWEST, decode_choice, prompt_choice
 from .attention.decode import decode
 from .attention.prefill import fits, prefill
+
+Choice = TypeVar("Choice")
 
 
 class CompiledKernels(TorchCpuKernels):
@@ -26,8 +29,11 @@ class CompiledKernels(TorchCpuKernels):
     silu_mul = staticmethod(pointwise.silu_mul)
     mask = staticmethod(pointwise.mask)
 
-    def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
-        decode(q, rows, rule, out)
+    def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:
+        if _choice(decode_choice, q, rows).by_torch:
+            super().decode(q, rows, plan, rule, out)
+        else:
+            decode(q, rows, rule, out)
 
     def prefill(
         self, q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
@@ -59,5 +65,9 @@ def _left_to_torch(
     """Whether each row is left to torch's fused attention. Rows of a few queries never are, and measure nothing."""
     if max(queries, default=0) < FEWEST or not fused.fits(q, rows, rule):
         return [False] * len(queries)
-    choice = prompt_choice(q.dtype, q.shape[1], rows.keys.shape[2], q.shape[2])
+    choice = _choice(prompt_choice, q, rows)
     return [choice.takes(*each) for each in zip(queries, lengths, strict=True)]
+
+
+def _choice(choose: Callable[[torch.dtype, int, int, int], Choice], q: torch.Tensor, rows: PagedRows) -> Choice:
+    return choose(q.dtype, q.shape[1], rows.keys.shape[2], q.shape[2])

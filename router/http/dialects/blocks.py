@@ -27,8 +27,8 @@ class BlockBuilder(ResponseBuilder):
     def end_block(self, index: int, block: AnswerBlock, *, cut: bool) -> bytes:
         """The events that end a block; `cut`: it is not complete."""
 
-    def block_events(self, shown: TextDelta) -> Iterator[bytes]:
-        """The events of the answer's next delta."""
+    def block_events(self, shown: TextDelta, *, close: bool = True) -> Iterator[bytes]:
+        """The events of the answer's next delta. `close`: if it is the last one, end its block, too."""
         tokens = shown.tokens
         for delta in shown.deltas or (Content(shown.text),):
             text, begins = "", False
@@ -53,7 +53,7 @@ class BlockBuilder(ResponseBuilder):
                 yield self.start_block(index, block)
             if text:
                 yield self.extend_block(index, block, text)
-        if shown.ending:
+        if shown.ending and close:
             yield from self._close(cut=shown.ending == "length")
 
     def _close(self, *, cut: bool) -> Iterator[bytes]:

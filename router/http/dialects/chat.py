@@ -11,12 +11,14 @@ from ...errors import InvalidRequest
 from ...text import conversation as typed
 from ...text.answer import Ending, TextDelta, TokenAt
 from ...text.conversation import CacheMark, Conversation, Message, Tool, ToolCall, ToolChoice, allowed_names
+from ...text.encoder import TokenIds
 from ...text.encoder_threads import Sender
 from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
-from .bounds import Definition, Messages, Name, TemplateArguments, Tools, Unread
+from .bounds import Definition, Messages, Name, Rendered, TemplateArguments, Tools, Unread
 from .chunks import ChunkBuilder, ChunkUsage, if_given
+from .completions import token_prompt
 from .dialect import Dialect
 from .logprobs import PromptLogprobs, TokenEntry, token_entries
 from .long_json import LongList, Steps, slices
@@ -36,6 +38,9 @@ from .schema import (
 )
 from .validate import conversation_job, decoded_arguments, mark
 
+#: The key of `kv_transfer_params` with the ids of a prompt that another server has rendered, as vLLM's routers send it.
+REUSED = "prompt_token_ids"
+
 
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
@@ -51,6 +56,9 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
+    include_reasoning: bool | None = None
+    echo: bool | None = None  #: begin the answer with the last message, if that is the assistant's
+    kv_transfer_params: Rendered[dict[str, Any]] | None = None
     verbosity: Unread = None
 
     UNUSED = Body.UNUSED + "verbosity"
@@ -64,6 +72,8 @@ def unknown(body: ChatBody) -> Iterator[tuple[str, str]]:
 def unused(body: ChatBody) -> Iterator[str]:
     """What is set although nothing reads it."""
     yield from body.UNUSED.set_in(body)
+    if any(not asks_nothing(value) for name, value in (body.kv_transfer_params or {}).items() if name != REUSED):
+        yield "kv_transfer_params"
     for index, each in enumerate(body.messages):
         if isinstance(each.content, list):
             yield from left_out_parts(each.content, PART_TEXTS, f"messages[{index}].content")
@@ -91,6 +101,7 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
         wanted=body.max_completion_tokens if newer else body.max_tokens,
         wanted_param="max_completion_tokens" if newer else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        token_ids=_reused(body, served.limits.vocab_size),
     )
     if (
         not forwarded
@@ -99,6 +110,16 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
     ):
         return made
     return msgspec.structs.replace(made, engine_renders=True, stops=())
+
+
+def _reused(body: ChatBody, vocab_size: int) -> "TokenIds | None":
+    given = (body.kv_transfer_params or {}).get(REUSED)
+    if not given:
+        return None
+    param = f"kv_transfer_params.{REUSED}"
+    if not isinstance(given, list) or not isinstance(given[0], int):
+        raise InvalidRequest.field(param, "expected a list of token ids")
+    return token_prompt(given, vocab_size, param)
 
 
 #: Fields that this router interprets itself. An engine's own chat endpoint gets all others as the client sent them.
@@ -113,7 +134,8 @@ _NEEDS_IDS = (
 #: Fields that let an engine find more than text in its answer, or that this router may interpret differently.
 _PARSED = (
     "tools tool_choice response_format structured_outputs reasoning_effort chat_template_kwargs add_generation_prompt "
-    "continue_final_message bad_words skip_special_tokens include_stop_str_in_output no_stop_trim"
+    "continue_final_message bad_words skip_special_tokens include_stop_str_in_output no_stop_trim echo "
+    "include_reasoning kv_transfer_params"
 ).split()
 _PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 
@@ -132,7 +154,7 @@ def is_plain(served: Served, body: ChatBody) -> bool:
     return all(
         each.role in _PLAIN_ROLES
         and isinstance(each.content, str)
-        and not (each.name or each.tool_calls or each.tool_call_id or each.reasoning_content)
+        and not (each.name or each.tool_calls or each.tool_call_id or each.thought)
         for each in body.messages
     )
 
@@ -226,7 +248,7 @@ def _message(body: MessageBody, index: int, forwarded: bool = False) -> Message:
         body.role,
         body.text(index, forwarded=forwarded),
         body.name,
-        body.reasoning_content,
+        body.thought,
         _tool_calls(body, f"messages[{index}]") if body.tool_calls or body.function_call else (),
         body.tool_call_id,
         list(_marks(body, index)) if body.cache_control or isinstance(body.content, list) else (),
@@ -300,12 +322,16 @@ class ChunkToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's message. Its content is null if it consists only of calls."""
+    """The assistant's message. Its content is null if it consists only of calls.
+
+    The reasoning has two names: `reasoning` is vLLM's newer one.
+    """
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
@@ -338,6 +364,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ChunkToolCall] | UnsetType = UNSET
 
 
@@ -366,12 +393,15 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 class ChatBuilder(ChunkBuilder):
     """Builds the bodies of one chat response."""
 
-    __slots__ = ("_logprobs", "_top")
+    __slots__ = ("_echo", "_hides_reasoning", "_logprobs", "_top")
 
     whole_type, chunk_type = ChatCompletion, ChatChunk
 
     def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:
         super().__init__(served, body, f"chatcmpl-{response_id}", created)
+        last = body.messages[-1]
+        self._echo = (last.text(0) or "") if body.echo and last.role == "assistant" else ""
+        self._hides_reasoning = body.include_reasoning is False
         self._logprobs = bool(body.logprobs)
         self._top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
 
@@ -380,8 +410,8 @@ class ChatBuilder(ChunkBuilder):
 
     def _choice(self, choice: RunningChoice) -> Steps[ChatChoice]:
         logprobs = yield from self._all_logprobs(choice.tokens)
-        ids = self._ids(choice, choice.tokens)
-        return ChatChoice(choice.index, _answer(choice), choice.ending or "stop", logprobs, ids)
+        ids = self._ids(choice.tokens)
+        return ChatChoice(choice.index, self._answer(choice), choice.ending or "stop", logprobs, ids)
 
     def _all_logprobs(self, tokens: Sequence[TokenAt]) -> Steps[ChatLogprobs | None]:
         if not self._logprobs:
@@ -410,7 +440,14 @@ class ChatBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[ChatChunkChoice]:
         index, scored = choice.index, self.logprobs(shown.tokens)
-        ids = if_given(self._ids(choice, shown.tokens))
+        if first and self._echo:
+            shown = _after(self._echo, shown)
+        if self._hides_reasoning and shown.deltas:
+            left = [each for each in shown.deltas if type(each) is not Reasoning]
+            if not left and not (first or shown.ending or shown.tokens):
+                return []
+            shown = msgspec.structs.replace(shown, deltas=left)
+        ids = if_given(self._ids(shown.tokens))
         if not shown.deltas:
             delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
             return [ChatChunkChoice(index, delta, shown.ending, scored, ids)]
@@ -426,6 +463,25 @@ class ChatBuilder(ChunkBuilder):
             parts[-1] = ChatChunkChoice(index, deltas[-1], shown.ending)
         return parts
 
+    def _answer(self, choice: RunningChoice) -> ChatMessage:
+        text = self._echo + choice.text
+        if len(choice.blocks) == 1 and choice.blocks[0].kind == "text":
+            return ChatMessage(text)
+        calls = [
+            ChatToolCall(block.id, CallFunction(block.name, block.text))
+            for block in choice.blocks
+            if block.kind == "tool_call"
+        ]
+        reasoning = "".join([block.text for block in choice.blocks if block.kind == "reasoning"])
+        if self._hides_reasoning:
+            reasoning = ""
+        return ChatMessage(
+            text if text or not calls else None,
+            reasoning_content=reasoning or UNSET,
+            reasoning=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+
     def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:
         """One entry per token; None if logprobs were not requested."""
         if not self._logprobs:
@@ -436,17 +492,10 @@ class ChatBuilder(ChunkBuilder):
         return token_entries(tokens, self._top, self._model_text.piece, by_id=self._by_id)
 
 
-def _answer(choice: RunningChoice) -> ChatMessage:
-    if len(choice.blocks) == 1 and choice.blocks[0].kind == "text":
-        return ChatMessage(choice.text)
-    calls = [
-        ChatToolCall(block.id, CallFunction(block.name, block.text))
-        for block in choice.blocks
-        if block.kind == "tool_call"
-    ]
-    reasoning = "".join([block.text for block in choice.blocks if block.kind == "reasoning"])
-    text = choice.text if choice.text or not calls else None
-    return ChatMessage(text, reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET)
+def _after(text: str, shown: TextDelta) -> TextDelta:
+    """A delta with this text before its own."""
+    deltas = [Content(text), *shown.deltas] if shown.deltas else ()
+    return msgspec.structs.replace(shown, text=text + shown.text, deltas=deltas)
 
 
 def _delta(delta: Delta) -> ChatDelta:
@@ -454,7 +503,7 @@ def _delta(delta: Delta) -> ChatDelta:
         case Content(text):
             return ChatDelta(text)
         case Reasoning(text):
-            return ChatDelta(reasoning_content=text)
+            return ChatDelta(reasoning_content=text, reasoning=text)
         case ToolCallStart(index, call_id, name):
             return ChatDelta(tool_calls=[ChunkToolCall(index, CallFunction(name, ""), call_id, "function")])
         case ToolCallArguments(index, text):

@@ -65,12 +65,9 @@ class ChunkBuilder(ResponseBuilder):
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> Sequence[object]:
         """The next delta of a choice, as one part for each chunk."""
 
-    def _ids(self, choice: RunningChoice, tokens: Sequence[TokenAt]) -> list[int] | None:
-        """The ids of these tokens and of the token that ended the answer, if ids were requested."""
-        if not self._token_ids:
-            return None
-        last = [] if choice.stop_token_id is None else [choice.stop_token_id]
-        return [token.token_id for token in tokens] + last
+    def _ids(self, tokens: Sequence[TokenAt]) -> list[int] | None:
+        """The ids of these tokens, if ids were requested."""
+        return [token.token_id for token in tokens] if self._token_ids else None
 
     def _prompt_ids(self, choice: RunningChoice) -> list[int] | None:
         return list(choice.prompt.token_ids) if self._token_ids else None
@@ -116,8 +113,8 @@ class ChunkBuilder(ResponseBuilder):
             counts = usage(len(choice.prompt.token_ids), choice.generated, choice.cached, choice.reasoning_tokens)
         return b"".join([self._chunk([part], counts) for part in self.parts(choice, shown, first=first)])
 
-    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:  # noqa: ARG002
-        return self._chunk([], usage_of(summary)) + DONE if self._include_usage else DONE
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> list[bytes]:  # noqa: ARG002
+        return [self._chunk([], usage_of(summary)), DONE] if self._include_usage else [DONE]
 
     def error(self, error: RouterError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"

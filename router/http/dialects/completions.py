@@ -125,15 +125,15 @@ def prompts(field: PromptField, vocab_size: int, param: str) -> list[str] | list
         raise InvalidRequest.field(param, "at least one prompt or token id is needed")
     given: list[Any] = field
     if isinstance(given[0], int):
-        return [_prompt_ids(given, vocab_size, param)]
+        return [token_prompt(given, vocab_size, param)]
     if all(isinstance(each, str) for each in given):
         return given
     if all(isinstance(each, list) for each in given):
-        return [_prompt_ids(each, vocab_size, param) for each in given]
+        return [token_prompt(each, vocab_size, param) for each in given]
     raise _mixed(param)
 
 
-def _prompt_ids(ids: list[Any], vocab_size: int, param: str) -> TokenIds:
+def token_prompt(ids: list[Any], vocab_size: int, param: str) -> TokenIds:
     """The ids as an array, which takes a tenth of a list's memory and whose constructor checks the elements."""
     try:
         made = array("I", ids)
@@ -202,7 +202,7 @@ class CompletionBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        ids, prompt = self._ids(choice, shown.tokens), self._prompt_ids(choice) if first else None
+        ids, prompt = self._ids(shown.tokens), self._prompt_ids(choice) if first else None
         given = if_given(ids), if_given(prompt)
         return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens), *given)]
 
@@ -213,7 +213,7 @@ class CompletionBuilder(ChunkBuilder):
             echo + choice.text,
             choice.ending or "stop",
             (yield from self._all_logprobs(choice, echo)),
-            self._ids(choice, choice.tokens),
+            self._ids(choice.tokens),
             self._prompt_ids(choice),
             (yield from self._scores(choice)),
         )

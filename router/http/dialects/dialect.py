@@ -56,8 +56,8 @@ class ResponseBuilder(WholeBuilder):
         """The events of any other delta of a choice."""
 
     @abstractmethod
-    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
-        """The last events, after all choices have ended without an error."""
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> list[bytes]:
+        """The last events, after all choices have ended without an error, in pieces: they may repeat the answer."""
 
     @abstractmethod
     def error(self, error: RouterError) -> bytes:
@@ -190,7 +190,7 @@ class StreamWriter:
             self._exchange.send(COMMENT)
 
     def end(self, generation: Generation) -> None:
-        self._exchange.end(self._last + self._builder.end(generation.choices, generation.summary()))
+        self._exchange.end_in([self._last, *self._builder.end(generation.choices, generation.summary())])
 
     def fail(self, generation: Generation, error: RouterError) -> bool:
         if not self._begun:

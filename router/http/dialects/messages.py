@@ -571,11 +571,11 @@ class MessagesBuilder(BlockBuilder):
             parts += [_event("message_start", message=begun), _event("ping")]
         return b"".join([*parts, *self.block_events(shown)])
 
-    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> list[bytes]:
         reason, sequence = _stopped(choices[0])
         usage = _usage(summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+        return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
 
     def error(self, error: RouterError) -> bytes:
         return named_event("error", error_of(error))

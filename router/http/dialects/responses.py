@@ -32,7 +32,7 @@ from .blocks import BlockBuilder
 from .bounds import SMALL_BYTES, Definition, Name, Rendered, TemplateArguments, Tools, Unread, at_most
 from .dialect import Dialect, named_event
 from .logprobs import token_entries
-from .long_json import Steps, slices
+from .long_json import STEP_VALUES, Long, LongList, Steps, pieces_of, slices
 from .schema import (
     ENCODER,
     Body,
@@ -534,12 +534,14 @@ class ResponsesBuilder(BlockBuilder):
             for tokens in slices(block.tokens, 1 + (self._top or 0)):
                 yield
                 self._score(index, tokens)
-        return [self._completed(ENCODER.encode(self._finished(choices[0], summary)))]
+        return self._completed(self._finished(choices[0], summary))
 
-    def _completed(self, body: bytes) -> bytes:
+    def _completed(self, response: Response) -> list[bytes]:
+        """The body of the complete response, in pieces, which is stored."""
+        pieces = pieces_of(response)
         if self._store is not None:
-            self._store(self._response.id, body)
-        return body
+            self._store(self._response.id, b"".join(pieces))
+        return pieces
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         if not self._before_text:
@@ -556,18 +558,24 @@ class ResponsesBuilder(BlockBuilder):
             self._open = True
             self._blocks.append(AnswerBlock("text", []))
             parts.append(self.start_block(0, self._blocks[0]))
-        return b"".join([*parts, *self.block_events(shown)])
+        return b"".join([*parts, *self.block_events(shown, close=False)])
 
-    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> list[bytes]:
+        pieces: list[bytes] = []
+        if self._open:
+            self._open, block = False, self._blocks[-1]
+            pieces = self._end_pieces(
+                len(self._blocks) - 1, block, cut=choices[0].ending == "length" or block.is_cut_call
+            )
         response = self._finished(choices[0], summary)
-        body = self._completed(ENCODER.encode(response))
-        return self._event(f"response.{response.status}", response=msgspec.Raw(body))
+        body: Any = Long(self._completed(response))
+        return pieces + self._event_in(f"response.{response.status}", response=body)
 
     def error(self, error: RouterError) -> bytes:
         output = [self._item(index, "incomplete") for index in range(len(self._blocks))]
         what = ResponseError(error.code or error.error_type, error.message)
         failed = msgspec.structs.replace(self._response, status="failed", error=what, output=output)
-        return self._event("response.failed", response=failed)
+        return b"".join(self._event_in("response.failed", response=failed))
 
     def _finished(self, choice: RunningChoice, summary: GenerationSummary) -> Response:
         last, limited = len(self._blocks) - 1, choice.ending == "length"
@@ -592,6 +600,12 @@ class ResponsesBuilder(BlockBuilder):
     def _event(self, kind: str, **fields: object) -> bytes:
         self._sequence += 1
         return named_event(kind, {"type": kind, "sequence_number": self._sequence - 1, **fields})
+
+    def _event_in(self, kind: str, **fields: object) -> list[bytes]:
+        """An event in pieces; `fields` may contain `Long`."""
+        self._sequence += 1
+        value = {"type": kind, "sequence_number": self._sequence - 1, **fields}
+        return [b"event: %b\ndata: " % kind.encode(), *pieces_of(value), b"\n\n"]
 
     def start_block(self, index: int, block: AnswerBlock) -> bytes:
         place = self._place(index)
@@ -619,14 +633,18 @@ class ResponsesBuilder(BlockBuilder):
         return self._event("response.function_call_arguments.delta", **place, delta=text)
 
     def end_block(self, index: int, block: AnswerBlock, *, cut: bool) -> bytes:
+        return b"".join(self._end_pieces(index, block, cut=cut))
+
+    def _end_pieces(self, index: int, block: AnswerBlock, *, cut: bool) -> list[bytes]:
+        """The events that end a block, in pieces, as they repeat it three times."""
         self._before_text = b""
         place, item = self._place(index), self._item(index, "incomplete" if cut else "completed")
         if block.kind == "tool_call":
             if self._is_custom(block):
-                events = self._event("response.custom_tool_call_input.delta", **place, delta=item["input"])
-                events += self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+                events = self._event_in("response.custom_tool_call_input.delta", **place, delta=item["input"])
+                events += self._event_in("response.custom_tool_call_input.done", **place, input=item["input"])
             else:
-                events = self._event(
+                events = self._event_in(
                     "response.function_call_arguments.done", **place, name=item["name"], arguments=block.text
                 )
         else:
@@ -634,9 +652,9 @@ class ResponsesBuilder(BlockBuilder):
             done: dict[str, Any] = {**place, "content_index": 0, "text": block.text}
             if block.kind == "text":
                 done["logprobs"] = part["logprobs"]
-            events = self._event(f"response.{part['type']}.done", **done)
-            events += self._event("response.content_part.done", **place, content_index=0, part=part)
-        return events + self._event("response.output_item.done", output_index=index, item=item)
+            events = self._event_in(f"response.{part['type']}.done", **done)
+            events += self._event_in("response.content_part.done", **place, content_index=0, part=part)
+        return events + self._event_in("response.output_item.done", output_index=index, item=item)
 
     def _is_custom(self, block: AnswerBlock) -> bool:
         """Whether the block calls a custom tool, whose input can only be extracted from complete arguments."""
@@ -656,7 +674,12 @@ class ResponsesBuilder(BlockBuilder):
         block, scores = self._blocks[index], self._scores.get(index)
         part = _part(block.kind, block.text)
         if scores:
-            part["logprobs"] = msgspec.Raw(b"[" + b",".join(scores) + b"]")
+            # Joined to larger pieces once, as up to four events repeat them.
+            scores[:] = [b",".join(scores[start : start + STEP_VALUES]) for start in range(0, len(scores), STEP_VALUES)]
+            made = LongList()
+            for entries in scores:
+                made.add_pieces([entries])
+            part["logprobs"] = made.ended()
         return part
 
     def _place(self, index: int) -> dict[str, Any]:

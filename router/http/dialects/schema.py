@@ -93,9 +93,14 @@ def _value(body: Any, path: str) -> Any:
 
 def asks_nothing(value: Any) -> bool:
     """Whether a value is absent, false or empty, or holds only such values."""
-    if isinstance(value, dict):
-        return all(map(asks_nothing, value.values()))
-    return value is None or value is False or value in ("", [])
+    left = [value]  # not recursive, because it may be nested deeper than Python's stack
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            left += each.values()
+        elif not (each is None or each is False or each in ("", [])):
+            return False
+    return True
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -233,12 +238,18 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_calls: Rendered[list[dict[str, Any]]] | None = None
     tool_call_id: Rendered[str] | None = None
     reasoning_content: Rendered[str] | None = None
+    reasoning: Rendered[Any] = None  #: vLLM's newer name of it
     cache_control: CacheControl | None = None
     # Ignored: parts of OpenAI's responses that clients send back.
     refusal: OnlyDecoded = None
     annotations: OnlyDecoded = None
     audio: OnlyDecoded = None
     function_call: Rendered[dict[str, Any]] | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning, by either name."""
+        return self.reasoning_content or (self.reasoning if isinstance(self.reasoning, str) else None)
 
     def text(self, index: int, *, forwarded: bool = False) -> str | None:
         """The content of message `index` as one text. Raises InvalidRequest.

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ...errors import InvalidRequest, RouterError
+from ...errors import InvalidRequest, RequestAborted, RouterError
 from ...text.answer import Ending, TextDelta, TokenAt
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .bounds import Name, Rendered, TokenId, Unread
-from .chunks import ChunkBuilder, ChunkUsage
+from .chunks import DONE, ChunkBuilder, ChunkUsage
 from .completions import COMPLETION, CompletionBody, PromptField
 from .dialect import Dialect
 from .logprobs import PromptLogprobs, TopLogprob, token_entries
@@ -137,7 +137,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True):
 
     index: int
     token_ids: list[int] | None
-    finish_reason: Ending | None = None
+    finish_reason: Ending | Literal["abort"] | None = None
     logprobs: GeneratedLogprobs | None = None
     text: str | UnsetType = UNSET
 
@@ -175,7 +175,7 @@ class TokensBuilder(ChunkBuilder):
         return map(self._choice, choices)
 
     def _choice(self, choice: RunningChoice) -> Steps[GeneratedChoice]:
-        ids, ending = self._ids(choice, choice.tokens), choice.ending or "stop"
+        ids, ending = self._ids(choice.tokens), choice.ending or "stop"
         scores: Any = None
         if self._top is not None:
             entries = LongList()
@@ -194,13 +194,17 @@ class TokensBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[GeneratedChoice]:  # noqa: ARG002
         ids = [token.token_id for token in shown.tokens]
-        if shown.ending and choice.stop_token_id is not None:
-            ids.append(choice.stop_token_id)
         if not ids and not shown.ending and (self._mode == "tokens" or not shown.text):
             return []
         scores = None if self._top is None else GeneratedLogprobs(self._entries(shown.tokens))
         text = shown.text if self._mode == "text" else UNSET
         return [GeneratedChoice(choice.index, ids, shown.ending, scores, text)]
+
+    def error(self, error: RouterError) -> bytes:
+        """A stream that was aborted ends in vLLM's way, so that its reader does not take that for a fault."""
+        if isinstance(error, RequestAborted):
+            return self._chunk([GeneratedChoice(0, [], "abort")], UNSET) + DONE
+        return super().error(error)
 
     def _entries(self, tokens: Sequence[TokenAt]) -> list[ScoredToken]:
         piece, by_id, top = self._model_text.piece, self._mode == "tokens", max(1, self._top or 0)

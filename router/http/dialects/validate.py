@@ -272,15 +272,21 @@ async def conversation_job(
     wanted_param: str,
     logprobs: int | None = None,
     clamp: bool = False,
+    token_ids: "TokenIds | None" = None,
 ) -> Job:
     """The job for a body with a conversation, which `make` builds, in a thread if the body is long.
 
-    `clamp`: lower an output limit to what the model's context leaves. Raises the errors of `job`, and TemplateRefusal.
+    `clamp`: lower an output limit to what the model's context leaves. `token_ids`: the prompt, if it is not rendered
+    here. Raises the errors of `job`, and TemplateRefusal.
     """
     text = served.text
     if body.truncate_prompt_tokens is not None:
         sender = sender.unlimited()
-    conversation, rendered, token_ids = await _encoded(served, body, sender, make, prompt_param)
+    if token_ids is None:
+        conversation, rendered, token_ids = await _encoded(served, body, sender, make, prompt_param)
+    else:
+        conversation = await text.prepare(make, sender)
+        rendered, token_ids = conversation.template_input(), truncated(token_ids, body, served.limits.max_model_len)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
         kept = await pins.requested(text, conversation, rendered, token_ids, sender, front.settings)

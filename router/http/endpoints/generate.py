@@ -68,7 +68,7 @@ async def start_generation(
     if prepare is not None:
         prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
-    Generation(front, job, exchange, caller, writer, departure).begin()
+    await Generation(front, job, exchange, caller, writer, departure).begin()
 
 
 def _with_engine_fields(front: Front, job: Job, caller: Caller, sent: bytes) -> Job:
@@ -97,7 +97,7 @@ async def embeddings(front: Front, exchange: Exchange, caller: Caller) -> None:
     body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True, unused=unused_fields)
     served = await front.served(body.model)
     job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
-    Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
+    await Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
 
 
 def generating(path: str, dialect: Dialect[Any], what: str, response: type, handler: Handler | None = None) -> Endpoint:

@@ -131,9 +131,9 @@ async def delete_response(front: Front, exchange: Exchange, caller: Caller) -> N
 
 async def cancel_response(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Refuse to cancel, as OpenAI does for whatever was not made with `background: true`."""
-    response_id, _ = await _stored(front, exchange, caller)
+    await _stored(front, exchange, caller)
     caller.charge([])
-    raise InvalidRequest(f"response {response_id!r} is complete: only responses in the background can be cancelled")
+    raise InvalidRequest("Cannot cancel a synchronous response.")
 
 
 #: One stored response, and the items of its request.

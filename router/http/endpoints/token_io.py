@@ -12,6 +12,7 @@ from ..dialects.chat import CHAT
 from ..dialects.completions import COMPLETION
 from ..dialects.dialect import Dialect
 from ..dialects.long_json import Long, LongList, Steps, long_list, pieces_of
+from ..dialects.messages import MESSAGES
 from ..dialects.responses import RESPONSES
 from ..dialects.schema import ENCODER, Body, StreamOptions
 from ..dialects.token_ids import GENERATE_BODY, TOKEN_IDS, GenerateBody, Generated, completion_of, unused
@@ -19,7 +20,7 @@ from ..front import Front
 from ..generation import Job
 from ..protocol.exchange import Exchange
 from .endpoint import Endpoint, charged, decoded, respond_in_steps
-from .generate import decoded_in, start_generation
+from .generate import decoded_in, in_anthropic_format, start_generation
 from .stored_responses import put_history
 
 GENERATE = "/inference/v1/generate"
@@ -63,11 +64,11 @@ async def render(dialect: Dialect[Any], prefix: str, front: Front, exchange: Exc
 def _rendered(job: Job, body: Body, request_id: str) -> Steps[list[bytes]]:
     """The prompts as a list, or the only one of what is not a completion."""
     sampling, made = Long([ENCODER.encode(_sampling(job, body))]), LongList()
-    for prompt in job.prompts:
+    for index, prompt in enumerate(job.prompts):
         yield
         pieces = pieces_of(
             RenderedPrompt(
-                request_id=request_id,
+                request_id=request_id if job.conversation is not None else f"{request_id}-{index}",
                 model=job.served.limits.name,
                 token_ids=(yield from long_list(list(prompt.token_ids), 1)),
                 sampling_params=cast(Any, sampling),
@@ -132,4 +133,5 @@ ENDPOINTS = (
     _rendering("/v1/chat/completions", CHAT, "chatcmpl-"),
     _rendering("/v1/completions", COMPLETION, "cmpl-"),
     _rendering("/v1/responses", RESPONSES, "resp_"),
+    in_anthropic_format(_rendering("/v1/messages", MESSAGES, "msg_")),
 )

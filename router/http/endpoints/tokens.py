@@ -63,9 +63,19 @@ async def tokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
     else:
         made = lambda: conversation(body).template_input()  # noqa: E731 - built in the thread that renders it
         tokens = await served.text.encode_chat(made, sender=sender, param="messages")
+        if body.add_special_tokens:
+            tokens = _with_special_tokens(tokens, served)
     caller.charge([len(tokens)])
     steps = _tokenized(tokens, served, with_names=bool(body.return_token_strs))
     await respond_in_steps(front, exchange, caller, steps)
+
+
+def _with_special_tokens(tokens: TokenIds, served: Served) -> TokenIds:
+    """A chat's tokens between those that the tokenizer puts around a text; templates write their own."""
+    encode = served.text.encode_now
+    [plain], [around] = (encode(["a"], special_tokens=special) for special in (False, True))
+    at = next(start for start in range(len(around)) if around[start : start + len(plain)] == plain)
+    return around[:at] + tokens + around[at + len(plain) :]
 
 
 def _tokenized(tokens: TokenIds, served: Served, *, with_names: bool) -> Steps[list[bytes]]:

@@ -54,6 +54,8 @@ SMALL_BODY_BYTES = 64 * 1024
 #: Bytes parsed at once. After `MAX_EVENTS` parser events (tiny requests and chunks cause many), the event loop runs.
 SLICE_BYTES = 8 * 1024
 MAX_EVENTS = 256
+#: After so many bytes the loop runs, too: uvloop reads up to 32 full buffers, or 8 MB, in one iteration.
+FULL_BYTES = 128 * 1024
 EVENTS_OF_REQUEST = 16
 #: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
@@ -194,14 +196,15 @@ class HttpConnection(asyncio.Protocol):
             self._parse(data[start : start + SLICE_BYTES])
             start += SLICE_BYTES
         self._unparsed = data[start:]
-        if self._unparsed:
+        if self._unparsed or len(data) >= FULL_BYTES:
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._parse_rest)
 
     def _parse_rest(self) -> None:
         if self._transport.is_closing() or self._paused_reading:
             return  # `_advance` resumes parsing
-        self._parse_slices(self._unparsed)
+        rest, self._unparsed = self._unparsed, b""
+        self._parse_slices(rest)
         if not self._unparsed and not self._paused_reading:
             self._transport.resume_reading()
 
@@ -420,6 +423,18 @@ class HttpConnection(asyncio.Protocol):
             self.send_chunk(data, LAST_CHUNK)
         elif self._chunked:
             self._write(LAST_CHUNK)
+
+    def end_stream_in(self, pieces: Sequence[bytes]) -> None:
+        """Send the last part: at once if it is short, and else as fast as the client takes it."""
+        length = sum(map(len, pieces))
+        if length <= WRITTEN_BYTES:
+            self.end_stream(b"".join(pieces))
+            return
+        head, self._head = self._head, b""
+        if self._chunked:
+            pieces = [b"%x\r\n" % length, *pieces, b"\r\n", LAST_CHUNK]
+        self._unwritten = _portions([head, *pieces])
+        self._write_portions()
 
     def exchange_over(self) -> None:
         """The whole response is written, or will be: then it is over when the last of it is."""

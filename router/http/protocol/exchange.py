@@ -141,6 +141,12 @@ class Exchange(msgspec.Struct, eq=False):
             self.wire.end_stream(data)
             self._finish()
 
+    def end_in(self, pieces: Sequence[bytes]) -> None:
+        """End the stream with a last part in pieces. However long it is, nothing waits for its being sent."""
+        if not self.over:
+            self.wire.end_stream_in(pieces)
+            self._finish()
+
     def restart(self) -> None:
         """Process the request as if it had just arrived, because its model was replaced. Does nothing after the end."""
         if self.over:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from homing.replica.attention.paged import Batch
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
+from homing.replica.execute import captured_steps
 from homing.replica.execute.captured_steps import MAX_SHAPES, CapturedSteps, DecodeShape, decode_shape
 from homing.replica.execute.runner import ModelRunner, captured_steps_for
 from homing.replica.kernels.cpu.pointwise import take
-from homing.replica.kernels.cpu.runtime.processor import beats_packed
-from homing.replica.models.layers import FEW_ROWS
+from homing.replica.models.layers import few_rows
 
 from ..fakes import Guesses
 from ..schedules import ASKS, SETUPS, Schedule, made_runner
@@ -134,7 +134,7 @@ def test_logits_are_those_of_steps_that_are_not_recorded(checkpoint, model):
         for row, count in zip(picked, counts, strict=True):
             lengths[row] += count
 
-    assert runners[0].captured_steps.made > (15 if beats_packed() else 7)
+    assert runners[0].captured_steps.made > (15 if few_rows() == math.inf else 7)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -226,17 +226,19 @@ def test_what_cannot_be_recorded_runs_as_ever(caplog):
     assert caplog.text.count("captured_steps_unusable rows=1 reason='aten.index.Tensor'") == 1
 
 
-def of_few_rows(taken):
-    return taken if len(taken) <= FEW_ROWS else taken[taken.isfinite()]
-
-
-def test_few_rows_are_recorded_where_more_cannot_be(caplog):
+@pytest.mark.parametrize(("measured", "few"), [(2, 2), (6, 6), (math.inf, 2)])
+def test_few_rows_are_recorded_where_more_cannot_be(measured, few, caplog, monkeypatch):
     """Larger steps may take a path that depends on values."""
+    monkeypatch.setattr(captured_steps, "few_rows", lambda: measured)
     table = torch.randn(200, 3)
+
+    def of_few_rows(taken):
+        return taken if len(taken) <= few else taken[taken.isfinite()]
+
     programs = Counted(lambda batch: of_few_rows(take(table, batch.token_ids)))
     caplog.set_level(logging.INFO, logger="homing")  # other tests may have raised the level
 
-    for rows in (1, 9, 9, FEW_ROWS + 1, FEW_ROWS + 1, 9, 1, FEW_ROWS, FEW_ROWS, 1):
+    for rows in (1, 9, 9, few + 1, few + 1, 9, 1, few, few, 1):
         programs.run(laid_out([PlanRow([7], 0, [1])] * rows))
 
     assert programs.made == 3

@@ -22,7 +22,7 @@ from homing.replica.errors import (
     WeightsMissing,
 )
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.kernels.cpu.runtime.processor import beats_packed
+from homing.replica.kernels.cpu.runtime.processor import may_beat_packed
 from homing.replica.load.preflight import check_model, multiplies_bfloat16, weight_bytes
 from homing.replica.models.spec import auto_dtype
 
@@ -206,7 +206,7 @@ def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:
 
 
 #: Bytes per weight of a bfloat16 linear layer.
-IN_BFLOAT16 = 2 if beats_packed() else 4
+IN_BFLOAT16 = 2 if may_beat_packed() else 4
 
 
 @pytest.mark.parametrize("tied", [False, True])

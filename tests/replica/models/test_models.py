@@ -1,5 +1,6 @@
 """Every provider gives transformers' own greedy answers, token for token, however the steps are composed."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -18,10 +19,9 @@ from homing.replica.engine.step_plan import PlanRow, plan_of_rows
 from homing.replica.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.cpu.linear.product import pack, product
-from homing.replica.kernels.cpu.runtime.processor import beats_packed
 from homing.replica.load.preflight import check_model
 from homing.replica.models import layers
-from homing.replica.models.layers import FEW_ROWS, Int8Linear, Linear, int8_problem, packing_problem
+from homing.replica.models.layers import Int8Linear, Linear, few_rows, int8_problem, packing_problem
 from homing.replica.models.loading import eos_token_ids
 from homing.replica.models.native import NativeModel, inverse_frequencies, layer_windows, native_problem
 from homing.replica.models.spec import FAMILIES, KvShape, split_problem
@@ -401,7 +401,7 @@ def test_adapter_reports_the_same_spec(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, FEW_ROWS, FEW_ROWS + 1, 8])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 8, 80])
 @pytest.mark.parametrize("features", [47, 48])
 def test_a_linear_equals_the_plain_one(dtype, rows, features):
     """torch's packed operators are private and the few-row kernel is ours; both must match F.linear."""
@@ -417,14 +417,14 @@ def test_a_linear_equals_the_plain_one(dtype, rows, features):
 
 
 def test_a_weight_that_the_compiled_kernel_reads_for_all_rows_is_held_once(monkeypatch):
-    """Otherwise oneDNN keeps a second, packed copy for more rows than `FEW_ROWS`."""
+    """Otherwise oneDNN keeps a second, packed copy for more rows than `few_rows`."""
     generator, packs, packing = torch.Generator().manual_seed(1), [], layers._packs(torch.bfloat16)
     monkeypatch.setattr(layers, "_pack", lambda weight: packs.append(1) or weight)
-    x, weight = (torch.randn(rows, 768, generator=generator).bfloat16() for rows in (FEW_ROWS, 500))
+    x, weight = (torch.randn(rows, 768, generator=generator).bfloat16() for rows in (2, 500))
 
     linear = Linear(weight)
 
-    assert bool(packs) == (packing and not beats_packed())
+    assert bool(packs) == (packing and few_rows() < math.inf)
     assert torch.equal(linear(x), product(x, pack(weight)))
 
 

@@ -73,6 +73,7 @@ CHARGED = {
     "POST /v1/chat/completions/render": {"messages": CHAT},
     "POST /v1/completions/render": {"prompt": "hi"},
     "POST /v1/responses/render": {"input": "hi"},
+    "POST /v1/messages/render": {"messages": CHAT, "max_tokens": 2},
     "POST /inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
     "POST /v1/messages": {"messages": CHAT, "max_tokens": 2},
     "POST /v1/messages/count_tokens": {"messages": CHAT},

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -14,12 +15,16 @@ import pytest
 from homing.replica.messages import Generate
 from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.errors import RouterError, Superseded
+from homing.router.http.body_reader import BodyReader
 from homing.router.http.front import Front
+from homing.router.http.generation import CHOICES_AT_ONCE
+from homing.router.http.turns import Turns
 from homing.router.replicas.external.wire import chat_body, completion_body
 from homing.router.text.tokenizer import TextModel
 
+from ..fakes import until
 from .conftest import Live
-from .fakes import FakeBackend, FakeStream, Item, Script, reply
+from .fakes import PAUSE, FakeBackend, FakeStream, Item, Script, reply
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
@@ -332,3 +337,49 @@ async def test_proxies_are_told_not_to_collect_a_streams_events(client: httpx.As
     answer = await client.post(f"/v1/{path}", json=body | {"stream": True})
 
     assert answer.headers["x-accel-buffering"] == "no"
+
+
+async def test_a_request_of_many_prompts_begins_in_turns(client: httpx.AsyncClient, front: Front, backend: FakeBackend):
+    """Each choice takes 0.1 ms: two thousand inputs would hold up the event loop for 200 ms."""
+    begun = [0]
+
+    class Counted(Turns):
+        async def next(self, tenant: bytes) -> None:
+            begun.append(len(backend.streams))
+            await super().next(tenant)
+
+    front.body_reader = BodyReader(Counted())
+    front.settings = msgspec.structs.replace(front.settings, max_choices=100)
+    body = {"prompt": [[300 + number] for number in range(100)], "max_tokens": 1}
+
+    answer = (await client.post("/v1/completions", json=body)).json()
+
+    assert [choice["index"] for choice in answer["choices"]] == list(range(100))
+    assert len(backend.streams) == 100
+    steps = [after - before for before, after in itertools.pairwise([*begun, 100])]
+    assert max(steps) <= CHOICES_AT_ONCE
+
+
+async def test_a_client_that_leaves_has_its_choices_cancelled_a_few_at_a_time(live: Live, backend: FakeBackend):
+    """The last ones first, as they may still wait: else each would be sent to a replica before it is cancelled."""
+    backend.script = lambda _: [PAUSE]
+    live.server.front.settings = msgspec.structs.replace(live.server.front.settings, max_choices=100)
+    cancelled: list[list[bool]] = []
+
+    def look() -> None:
+        cancelled.append([stream.cancelled.is_set() for stream in backend.streams])
+        if not all(cancelled[-1]) or len(backend.streams) < 100:
+            asyncio.get_running_loop().call_soon(look)
+
+    body = {"prompt": [[300 + number] for number in range(100)], "max_tokens": 1}
+    data = json.dumps(body).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+    await until(lambda: len(backend.streams) == 100)
+    look()
+    writer.close()
+    await until(lambda: all(stream.cancelled.is_set() for stream in backend.streams))
+
+    assert all(each == sorted(each) for each in cancelled)
+    steps = [sum(after) - sum(before) for before, after in itertools.pairwise([each for each in cancelled if each])]
+    assert max(steps) <= CHOICES_AT_ONCE

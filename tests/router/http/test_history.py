@@ -19,10 +19,14 @@ from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica, RequestFailed
 from homing.router.http import history as history_module
 from homing.router.http.app import OWN_AGENT
+from homing.router.http.body_reader import BodyReader
+from homing.router.http.endpoints.requests import ENDED_AT_ONCE
 from homing.router.http.endpoints.table import find
 from homing.router.http.front import Front, Served
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
 from homing.router.http.protocol.exchange import GenerationSummary
+from homing.router.http.request_records import RECORDS_PER_STEP, running
+from homing.router.http.turns import Turns
 from homing.router.strict_yaml import parse_yaml
 from homing.router.tenants.api_keys import tenants_of
 
@@ -179,6 +183,30 @@ async def test_a_caller_aborts_its_own_requests(client: httpx.AsyncClient, backe
     assert not waiting[1].done()
     await client.post("/abort_request", json={"abort_all": True}, headers={"authorization": "Bearer other"})
     assert (await waiting[1]).status_code == 410
+
+
+async def test_many_requests_are_listed_and_aborted_in_turns(client: httpx.AsyncClient, backend, front: Front):
+    """Thousands at once would hold up the event loop for a second, even if a query fits none of them."""
+    backend.script = lambda _: [PAUSE]
+    waiting = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})) for _ in range(20)]
+    while len(backend.streams) < 20:  # noqa: ASYNC110 - nothing tells that they have arrived
+        await asyncio.sleep(0.001)
+    ended: list[int] = []
+
+    class Noted(Turns):
+        async def next(self, tenant: bytes) -> None:
+            ended.append(sum(stream.cancelled.is_set() for stream in backend.streams))
+            await super().next(tenant)
+
+    front.body_reader = BodyReader(Noted())
+
+    listing = running(front, RequestQuery(model="another"))
+    steps = sum(1 for _ in listing)
+    assert (await client.post("/abort_requests", json={"abort_all": True})).status_code == 200
+
+    assert steps == 19 // RECORDS_PER_STEP
+    assert ended == list(range(ENDED_AT_ONCE, 20, ENDED_AT_ONCE))
+    assert {each.status_code for each in await asyncio.gather(*waiting)} == {410}
 
 
 async def test_a_request_is_aborted_before_it_is_tokenized(

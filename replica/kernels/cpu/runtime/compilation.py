@@ -85,7 +85,7 @@ class StoredKernel:
 
 def kernel(function: Callable[..., None], signature: Any = KERNEL_ENTRY) -> Kernel:
     """Decorator that compiles a function to a kernel, or loads its stored code."""
-    return load_or_compile(function, _store(), signature)
+    return load_or_compile(function, store(), signature)
 
 
 def load_or_compile(function: Callable[..., None], store: CodeStore | None, signature: Any = KERNEL_ENTRY) -> Kernel:
@@ -109,7 +109,7 @@ def load_or_compile(function: Callable[..., None], store: CodeStore | None, sign
 
 def key_of(function: Callable[..., None], signature: Any = KERNEL_ENTRY) -> str:
     """A text with everything that a kernel's machine code depends on."""
-    return f"{_fingerprint()} {signature} {description(function)}"
+    return f"{software()} {processor_name()} {signature} {description(function)}"
 
 
 def description(value: Any) -> str:
@@ -141,17 +141,22 @@ def description(value: Any) -> str:
 
 
 @functools.cache
-def _store() -> CodeStore | None:
+def store() -> CodeStore | None:
     folder = numba.config.CACHE_DIR
     return open_store(Path(folder)) if folder else None
 
 
 @functools.cache
-def _fingerprint() -> str:
-    """The kernels' sources, the compilers' versions, and the CPU."""
+def software() -> str:
+    """The kernels' sources and the compilers' versions."""
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted(KERNELS.rglob("*.py")))
-    compilers = numba.__version__, llvmlite.__version__, *cpu_target.target_context.codegen().magic_tuple()
-    return f"{compilers} {sources}"
+    return f"{numba.__version__} {llvmlite.__version__} {sources}"
+
+
+@functools.cache
+def processor_name() -> str:
+    """The CPU and those of its features that kernels are compiled for."""
+    return str(cpu_target.target_context.codegen().magic_tuple())
 
 
 def _compile(function: Callable[..., None], signature: Any) -> Kernel:

@@ -14,10 +14,11 @@ def multiplies_bfloat16() -> bool:
 
 
 @functools.cache
-def beats_packed() -> bool:
-    """Whether our bfloat16 products are faster than oneDNN's for any number of rows; if not, only for one or two.
+def may_beat_packed() -> bool:
+    """Whether our bfloat16 products are expected to be faster than oneDNN's for any number of rows.
 
-    Not measured on processors without such instructions, nor on those with AMX, for which oneDNN has its own kernels.
+    Only an estimate, for checks before a start: `models.layers.few_rows` measures. oneDNN is expected to be faster for
+    many rows on processors without such instructions and on those with AMX, for which it has kernels of its own.
     """
     return multiplies_bfloat16() and not _features().get("amx-bf16")
 

@@ -29,7 +29,7 @@ from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER, LoadedText
-from ..fakes import FakeBackend, reply
+from ..fakes import FakeBackend, reply, scored
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox."}]
 CHAT = "/v1/chat/completions"
@@ -391,14 +391,15 @@ async def test_calls_and_reasoning_are_fields_of_the_message(agent: AsyncOpenAI,
     [choice] = whole.choices
     ChatCompletion.model_validate(whole.model_dump(exclude_unset=True), strict=True)
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-    assert choice.message.reasoning_content == "It rains."
+    assert choice.message.reasoning_content == choice.message.reasoning == "It rains."
     [call] = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Ulm"})
     deltas = [chunk.choices[0].delta for chunk in chunks]
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
     assert "".join(delta.content or "" for delta in deltas) == "Let me see."
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "It rains."
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == "It rains."
     first, *others = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
     assert (first.index, first.type, first.function.name) == (0, "function", "weather")
     assert first.id
@@ -568,3 +569,82 @@ async def test_an_engine_gets_all_chats_of_a_model_that_may_reason(
     assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
 
     assert [bool(request.chat) for request in backend.requests] == chats
+
+
+async def test_reasoning_can_be_left_out(agent: AsyncOpenAI, backend, text_model: TextModel):
+    says = f"<think>It rains.</think>\n\nLet me see.\n{CALL}"
+    backend.script = reply(list(text_model.encode_now([says], special_tokens=False)[0]))
+    asked = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], "extra_body": {"include_reasoning": False}}
+
+    whole = await agent.chat.completions.create(**asked)
+    deltas = [chunk.choices[0].delta async for chunk in await agent.chat.completions.create(**asked, stream=True)]
+
+    assert whole.choices[0].message.content == "".join(delta.content or "" for delta in deltas) == "Let me see."
+    for message in (whole.choices[0].message, *deltas):
+        assert not {"reasoning", "reasoning_content"} & set(message.model_dump(exclude_unset=True))
+    assert whole.choices[0].message.tool_calls
+    assert whole.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+async def test_reasoning_comes_back_by_either_name(client: httpx.AsyncClient, backend: FakeBackend):
+    for name in ("reasoning", "reasoning_content"):
+        thought = {"role": "assistant", "content": "a", name: "It rains."}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+        await client.post(CHAT, json={"messages": [*MESSAGES, thought | call, {"role": "tool", "content": "1"}]})
+
+    assert len({each.token_ids for each in backend.requests}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_may_begin_with_the_message_that_it_continues(client, stream: bool):
+    """vLLM's `echo`: nothing is repeated after a message of the user."""
+    said = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
+    body = {"echo": True, "stream": stream}
+
+    continued = await client.post(CHAT, json={"messages": said, "continue_final_message": True, **body})
+    plain = await client.post(CHAT, json={"messages": MESSAGES, **body})
+
+    def text(response: httpx.Response) -> str:
+        if not stream:
+            return response.json()["choices"][0]["message"]["content"]
+        return "".join(json.loads(each)["choices"][0]["delta"].get("content", "") for each in events(response)[:-1])
+
+    assert text(continued) == f"Well, {ANSWER}"
+    assert text(plain) == ANSWER
+
+
+async def test_a_prompt_that_was_rendered_before_is_not_rendered_again(client: httpx.AsyncClient, backend: FakeBackend):
+    """Routers that split prefill and decode send the ids that the prefill returned."""
+    given = {"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}, "return_token_ids": True}
+    wrong = [{"prompt_token_ids": ids} for ids in ("x", [[5]], [99_999], [5] * 300)]
+
+    answer = (await client.post(CHAT, json={"messages": MESSAGES, **given})).json()
+    refused = [await client.post(CHAT, json={"messages": MESSAGES, "kv_transfer_params": each}) for each in wrong]
+
+    await client.post(CHAT, json={"messages": MESSAGES, **given, "truncate_prompt_tokens": 2})
+
+    assert answer["prompt_token_ids"] == list(token_array(backend.requests[0].token_ids)) == [5, 6, 7]
+    assert list(token_array(backend.requests[1].token_ids)) == [6, 7]
+    assert answer["choices"][0]["message"]["content"] == ANSWER
+    assert [each.status_code for each in refused] == [400] * 4
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_and_logprobs_have_the_same_tokens(client, backend: FakeBackend, path: str, stream: bool):
+    """Also the token that ended the answer: training on answers needs a logprob for each id."""
+    backend.script = lambda _: [
+        TokenDelta(token_ids=[900, 901], logprobs=[scored(900, 1), scored(901, 1)], cached_tokens=0),
+        TokenDelta(token_ids=[902, 4], logprobs=[scored(902, 1), scored(4, 1)], finish_reason="stop", stop_token_id=4),
+    ]
+    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream": stream}
+    body = {"messages": MESSAGES, "logprobs": True} if path == CHAT else {"prompt": "a", "logprobs": 0}
+
+    response = await client.post(path, json={**body, **asked})
+
+    parts = [json.loads(each) for each in events(response)[:-1]] if stream else [response.json()]
+    choices = [each["choices"][0] for each in parts]
+    names = [each["logprobs"] for each in choices if each["logprobs"]]
+    tokens = [[one["token"] for one in each["content"]] if path == CHAT else each["tokens"] for each in names]
+    assert [one for each in tokens for one in each] == [f"token_id:{one}" for one in (900, 901, 902, 4)]
+    assert [one for each in choices for one in each.get("token_ids", ())] == [900, 901, 902, 4]

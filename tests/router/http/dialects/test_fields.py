@@ -118,6 +118,7 @@ SPECIAL: dict[tuple[str, str], dict[str, Any]] = {
     ("messages", "tool_choice"): {"tools": [{"name": "weather"}], "tool_choice": {"type": "none"}},
     ("chat", "logprobs"): {"logprobs": True},
     ("chat", "top_logprobs"): {"logprobs": True, "top_logprobs": 2},
+    ("chat", "echo"): {"messages": [USER, {"role": "assistant", "content": "A"}]},
     ("chat", "continue_final_message"): {"messages": [USER, {"role": "assistant", "content": "A"}]},
     ("completions", "return_tokens_as_token_ids"): {"logprobs": 1},
     ("chat", "return_tokens_as_token_ids"): {"logprobs": True},
@@ -184,6 +185,7 @@ DEPTHS: list[tuple[str, str, Any]] = [
 DONE_ANYWAY = {
     *((each, "model") for each in DIALECTS),
     *((each, "stream_options") for each in ("responses", "messages")),  # they always report usage
+    ("chat", "include_reasoning"),  # of an answer with reasoning: test_chat.py
     *((each, name) for each in DIALECTS for name in ("rid", "request_id")),  # the request's name is not compared
     ("responses", "store"),  # the response says whether it is stored
 }

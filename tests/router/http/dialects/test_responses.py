@@ -14,6 +14,7 @@ from homing.router.config import RouterSettings
 from homing.router.errors import InvalidRequest, ReplicaLost
 from homing.router.http.dialects.answer_values import affordable_tokens
 from homing.router.http.dialects.responses import RESPONSES, conversation
+from homing.router.http.protocol.connection import WRITTEN_BYTES, HttpConnection
 from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER
@@ -286,6 +287,29 @@ async def test_each_token_of_the_text_has_its_logprobs(client, backend: FakeBack
             ResponseTextDeltaEvent.model_validate(each)
     else:
         assert Response.model_validate_json(response.content).top_logprobs == asked.get("top_logprobs", 0)
+
+
+async def test_the_last_events_of_a_long_answer_are_written_in_portions(client, backend: FakeBackend, monkeypatch):
+    """They repeat all logprobs four times: 120 MB in the worst case, which would hold up the event loop for 200 ms."""
+    backend.script = reply([9] * 400)
+    written: list[int] = []
+    write = HttpConnection._write
+    monkeypatch.setattr(HttpConnection, "_write", lambda self, data: [written.append(len(data)), write(self, data)])
+
+    body = {"input": "Tell.", "stream": True, "top_logprobs": 20}
+    found = events(await client.post(PATH, json=body))
+
+    scores = [one for each in found if each["type"].endswith("text.delta") for one in each["logprobs"]]
+    assert len(scores) > 200  # as many as the context allows
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    assert [each["type"].removeprefix("response.") for each in found[-4:]] == [
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    done, part, item, response = found[-4:]
+    assert done["logprobs"] == part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == scores
+    assert response["response"]["output"][0]["content"][0]["logprobs"] == scores
+    assert sum(written) > 3 * WRITTEN_BYTES
+    assert max(written) <= 2 * WRITTEN_BYTES
 
 
 @pytest.mark.parametrize("stream", [False, True])

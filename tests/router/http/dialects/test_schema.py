@@ -207,7 +207,7 @@ class TestUnknownFields:
     async def test_they_are_ignored_named_and_counted(self, client: httpx.AsyncClient, front: Front, backend):
         messages = [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "ho", "provider_specific_fields": {"a": [1]}, "reasoning": None},
+            {"role": "assistant", "content": "ho", "provider_specific_fields": {"a": [1]}, "thoughts": None},
             {"role": "user", "content": "hi"},
         ]
         body = {"messages": messages, "mood": 1, "stream_options": {"x": 1}, "logit_bias": {"5": 1}, "\r\nx": 1}
@@ -218,7 +218,7 @@ class TestUnknownFields:
         assert lenient.status_code == 200
         named = lenient.headers["x-homing-ignored-fields"].split(", ")
         assert sorted(named) == [
-            *("messages[1].provider_specific_fields", "messages[1].reasoning", "mood", "stream_options.x")
+            *("messages[1].provider_specific_fields", "messages[1].thoughts", "mood", "stream_options.x")
         ]
         assert "x-homing-ignored-fields" not in plain.headers
         assert backend.requests[0].sampling.logit_bias == {5: 1.0}

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from homing.kvcache.hashing import token_array
-from homing.router.backend import GenerationRequest
+from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER
-from ..fakes import FakeBackend, reply
+from ..fakes import PAUSE, FakeBackend, reply
 
 GENERATE = "/inference/v1/generate"
 USER = {"role": "user", "content": "Tell me a story."}
@@ -40,6 +40,7 @@ def alike(request: GenerationRequest, *, seeded: bool) -> GenerationRequest:
         ("/v1/completions", {"prompt": "Tell me", "max_tokens": 9, "bad_words": ["fox"], "cache_salt": "s", **SAMPLED}),
         ("/v1/completions", {"prompt": [5, 6], "guided_choice": ["a", "b"], "ignore_eos": True, "priority": 2}),
         ("/v1/completions", {"prompt": [5, 6], "regex": "[0-9]+", "include_stop_str_in_output": True}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 9, "temperature": 0.5, "stop_sequences": ["zz"]}),
         ("/v1/responses", {"input": "Tell me", "max_output_tokens": 9, "logit_bias": {"9": 1.5}, "seed": 1}),
     ],
 )
@@ -63,7 +64,7 @@ async def test_several_prompts_are_rendered_without_generating(client: httpx.Asy
     rendered = (await client.post("/v1/completions/render", json={"prompt": ["a b", "c"], "rid": "x"})).json()
 
     assert [len(each["token_ids"]) > 0 for each in rendered] == [True, True]
-    assert {each["request_id"] for each in rendered} == {"cmpl-x"}
+    assert [each["request_id"] for each in rendered] == ["cmpl-x-0", "cmpl-x-1"]
     assert not backend.requests
 
 
@@ -128,3 +129,16 @@ async def test_sampling_does_not_hold_the_fields_of_a_body(client: httpx.AsyncCl
     assert response.headers["x-homing-ignored-fields"] == f"sampling_params.{next(iter(field))}"
     assert response.headers["x-request-id"] == "mine"
     assert response.json()["request_id"] == "generate-tokens-mine"
+
+
+async def test_an_aborted_stream_says_so(client: httpx.AsyncClient, backend: FakeBackend):
+    """Its reader has what was generated until then."""
+    backend.script = lambda _: [TokenDelta(token_ids=[10], cached_tokens=0), PAUSE]
+    found = []
+    async with client.stream("POST", GENERATE, json={"token_ids": [5], "stream": True, "request_id": "r"}) as stream:
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line.removeprefix("data: "))["choices"][0])
+                await client.post("/inference/v1/abort_requests", json={"request_ids": ["generate-tokens-r"]})
+
+    assert [(each["token_ids"], each["finish_reason"]) for each in found] == [([10], None), ([], "abort")]

@@ -190,3 +190,17 @@ async def test_all_ids_that_were_asked_for_are_scored(client: httpx.AsyncClient,
     names = found["content"][0]["top_logprobs"] if path == CHAT else found["top_logprobs"][0]
     shown = [each["token"] for each in names] if path == CHAT else list(names)
     assert shown[:3] == ["token_id:5", "token_id:6", "token_id:7"]
+
+
+async def test_special_tokens_can_be_put_around_a_chat(client: httpx.AsyncClient):
+    """As in vLLM, not by default: the template writes its own."""
+    plain, added = [
+        (await client.post("/tokenize", json={**BODIES_OF_CHATS, "add_special_tokens": add})).json()["tokens"]
+        for add in (False, True)
+    ]
+
+    assert added == [1, *plain]
+
+
+#: The body of a chat.
+BODIES_OF_CHATS = {"messages": [{"role": "user", "content": "hi"}]}

@@ -26,7 +26,7 @@ BFLOAT16, FLOAT32 = storage_of(torch.bfloat16), storage_of(torch.float32)
 @pytest.fixture(autouse=True)
 def _without_the_store_of_the_run(monkeypatch):
     """Make these tests compile their kernels even if the run has a folder of compiled ones."""
-    monkeypatch.setattr(compilation, "_store", lambda: None)
+    monkeypatch.setattr(compilation, "store", lambda: None)
 
 
 def source_of(make, *arguments):
