@@ -13,7 +13,7 @@ from typing import Any, Literal
 import httpx
 import psutil
 
-from ..e2e.nodes import Nodes, two_nodes
+from ..e2e.nodes import Nodes, below, two_nodes
 from ..e2e.running import Serving, serving
 from ..router.replicas.external.fakes import FakeEngine, backend_flags, demo_engine, engines_in_a_thread
 from .client import Load, fetch
@@ -84,7 +84,9 @@ class Cluster:
 
     def actors(self, title: str) -> list[psutil.Process]:
         """Processes of Ray actors of this class."""
-        return [process for process in self.serving.family() if _title(process) == f"ray::{title}"]
+        elsewhere = [each for node in (self.nodes.processes if self.nodes else ()) for each in below(node)]
+        family = {each.pid: each for each in (*self.serving.family(), *elsewhere)}
+        return [process for process in family.values() if _title(process) == f"ray::{title}"]
 
     def routers(self) -> dict[str, psutil.Process]:
         """The processes of routers that listen, by their own URL; the spare one does not."""
