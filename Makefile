@@ -24,7 +24,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos fresh-starts docs audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos soak fresh-starts docs audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,8 +68,11 @@ coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they e
 	@$(BIN)/pytest -q -m "not gpu and not slow" --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report= $(ARGS)
 	@$(BIN)/python tests/coverage_by_folder.py
 
-chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")
+chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed 1,2,3 --minutes M --faults a,b")
 	@$(BIN)/python -m tests.chaos.run $(ARGS)
+
+soak: $(VENV)/.dev ## Quarter of an hour of faults on one cluster: answers, memory, descriptors (ARGS="--soak-minutes M --csv FILE")
+	@$(BIN)/python -m tests.chaos.run --soak-minutes 15 $(ARGS)
 
 fresh-starts: $(VENV)/.dev ## A hundred fresh starts with small pools; no request may take over 3 s (ARGS="--starts N --seconds S")
 	@$(BIN)/python -m tests.chaos.fresh_starts $(ARGS)

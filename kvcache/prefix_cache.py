@@ -150,10 +150,10 @@ class PrefixCache:
         """Whether the blocks of a match are still cached. There may be a longer match if blocks were stored since."""
         return match.version == self._index.version
 
-    def acquire(self, match: PrefixMatch, new_blocks: int, *, forced: bool = True) -> list[Block] | None:
+    def acquire(self, match: PrefixMatch, new_blocks: int, leave: int | None = None) -> list[Block] | None:
         """Return a request's block table: the matched blocks, then `new_blocks` more. None, with no effect, if too few.
 
-        Unless `forced`, it takes no more than `blocks_for_prompts`.
+        `leave`: it must leave so many of `blocks_for_prompts`. None: it may take all that is free.
 
         With `match.partial`, the caller must copy the KV of its tokens into the first new block before it writes to any
         block handed out since the look-up: the source block is not held and may even be among the new blocks.
@@ -164,8 +164,10 @@ class PrefixCache:
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         pinned, idle = self._unused.among(match.blocks)
         held = self._holds.count_only_held(match.blocks)
-        spare = 0 if forced else self.free_blocks - self.blocks_for_prompts
-        if new_blocks > self.free_blocks - len(idle) - max(held, spare):
+        room = self.free_blocks - held
+        if leave is not None:
+            room = min(room, self.blocks_for_prompts) - leave
+        if new_blocks > room - len(idle):
             return None
         self._holds.only_held -= held
         # Take the matched blocks out of the order before evicting, so that a request never evicts its own prefix.

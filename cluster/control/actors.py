@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Longest duration of a `watch` call, because the call occupies a thread even after its caller has died.
 WATCH_S = 10.0
+#: Interval at which it looks at a rank's step.
+STEP_LOOK_S = 0.5
 SPARE_NICENESS = 10
 #: Pause before work is begun again that ended with an error.
 RETRY_S = 1.0
@@ -157,13 +159,15 @@ class ReplicaRank:
 
         If another rank's device hangs, a step never ends, because NCCL raises no error.
         """
-        if self._ended.wait(WATCH_S):
-            return Failed(self._reason)
-        if self._server is None or self._server.step_s() <= self._step_timeout_s:
-            return None
-        return Failed(
-            f"a step has not ended after {self._step_timeout_s:g} s (step_timeout_s): a rank or its device hangs"
-        )
+        for _ in range(math.ceil(WATCH_S / STEP_LOOK_S)):
+            if self._ended.wait(STEP_LOOK_S):
+                return Failed(self._reason)
+            if self._server is not None and self._server.step_s() > self._step_timeout_s:
+                return Failed(
+                    f"a step has not ended after {self._step_timeout_s:g} s (step_timeout_s): "
+                    "a rank or its device hangs"
+                )
+        return None
 
     def drain(self) -> None:
         assert self._server is not None, "drain before start"

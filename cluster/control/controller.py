@@ -53,6 +53,8 @@ from .supervisor import SupervisorState
 log = logging.getLogger(__name__)
 
 NOTICES_KEPT = 1000
+#: Interval of looks for spare processes that died. A process that dies soon is not started more often either.
+SPARES_LOOK_S = 2.0
 #: Interval of the autoscaler's decisions; its other values were tuned for this one.
 AUTOSCALE_LOOK_S = 1.0
 #: Each warm-up occupies a thread in every router (supervisor.ROUTER_CALLS); memberships must not wait for one.
@@ -94,6 +96,7 @@ class Controller:
         self._spawn(
             keep_going(lambda: publish_missing(self._fleets.groups, self._errors, self._models_off, send_missing))
         )
+        self._spawn(keep_going(self._supervisor.replace_dead_spares.remote, SPARES_LOOK_S))
         self._started.set()
         self._scalers = dict(_autoscalers(self._models()))
         self._spawn(keep_going(self._autoscale))

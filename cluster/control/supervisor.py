@@ -40,6 +40,27 @@ class RankGroupRecord:
     ranks: list[Any] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class Spare:
+    """A spare process. Its open `watch` call ends early if the process dies."""
+
+    actor: Any
+    models: Models  #: for which it was prepared
+    watching: Any = None
+
+    def lives(self) -> bool:
+        """Whether the process has not died, as far as is known without asking it."""
+        if self.watching is None:
+            self.watching = self.actor.watch.remote()
+        elif ray.wait([self.watching], timeout=0)[0]:
+            try:
+                ray.get(self.watching)
+            except RayError:
+                return False
+            self.watching = None
+        return True
+
+
 @dataclass(slots=True)
 class SupervisorState:
     saved: Any  #: the previous controller's state; None: there was no previous controller
@@ -70,8 +91,8 @@ class Supervisor:
         self._prepare_router = prepare_router
         self._groups: dict[int, RankGroupRecord] = {}
         self._routers: dict[int, Any] = {}
-        self._spares: list[Any] = []
-        self._spare_router: Any = None
+        self._spares: list[Spare] = []
+        self._spare_router: Spare | None = None
         self._saved: Any = None
 
     def state(self) -> SupervisorState:
@@ -122,12 +143,22 @@ class Supervisor:
             )
             spare = actor.remote(self._make_rank, cluster.log_level, freeze_loaded_objects)
             spare.prepare.remote(prepare, spec)
-            self._spares.append(spare)
+            self._spares.append(Spare(spare, (spec,)))
+
+    def replace_dead_spares(self) -> None:
+        """Start spare processes in place of those that died unused."""
+        dead = [each for each in self._spares if not each.lives()]
+        self._spares = [each for each in self._spares if each not in dead]
+        if dead:
+            self.keep_spares(dead[0].models[0])
+        if (router := self._spare_router) is not None and not router.lives():
+            self._spare_router = None
+            self.keep_spare_router(router.models)
 
     def _spare(self) -> Any:
         """Take a live spare process; None if there is none."""
         while self._spares:
-            spare = self._spares.pop(0)
+            spare = self._spares.pop(0).actor
             if _answers(spare):
                 return spare
         return None
@@ -135,15 +166,16 @@ class Supervisor:
     def start_router(self, seat: int, models: Models) -> Any:
         """Start a router's process, or take the spare one."""
         spare, self._spare_router = self._spare_router, None
-        router = spare if spare is not None and _answers(spare) else self._new_router(models)
+        router = spare.actor if spare is not None and _answers(spare.actor) else self._new_router(models)
         self._routers[seat] = router
         return router
 
     def keep_spare_router(self, models: Models) -> None:
         """Keep one spare process for whichever router is lost next."""
         if self._prepare_router is not None and self._spare_router is None:
-            self._spare_router = self._new_router(models)
-            self._spare_router.prepare.remote(self._prepare_router, models)
+            router = self._new_router(models)
+            router.prepare.remote(self._prepare_router, models)
+            self._spare_router = Spare(router, models)
 
     def _new_router(self, models: Models) -> Any:
         strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)

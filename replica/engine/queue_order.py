@@ -17,6 +17,17 @@ from typing import Protocol, TypeVar
 PATIENCE = 1
 
 
+#: A prompt leaves free blocks for so many tokens of each running answer, at most this share of all: else the answers
+#: would soon take what waiting requests hold.
+ANSWER_TOKENS = 32
+ANSWERS_SHARE = 1 / 64
+
+
+def blocks_for_answers(running: int, block_tokens: int, total_blocks: int) -> int:
+    """How many blocks a prompt leaves to so many running requests."""
+    return min(ANSWER_TOKENS * running // block_tokens, int(ANSWERS_SHARE * total_blocks))
+
+
 class Victim(Protocol):
     """A running request."""
 

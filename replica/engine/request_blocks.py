@@ -41,14 +41,14 @@ class RequestBlocks:
         usable = (len(request.tokens) - 1) // self._block_size if request.may_use_cache else 0
         return request.hashes[:usable]
 
-    def acquire(self, request: RequestState, match: PrefixMatch, *, forced: bool, breaks_pins: bool) -> bool:
+    def acquire(self, request: RequestState, match: PrefixMatch, leave: int | None, *, breaks_pins: bool) -> bool:
         """Give a request that starts its cached blocks, and new ones for the rest; False if too few are free.
 
-        If nothing runs, nothing will free blocks: then it `breaks_pins` in its way. Others leave the blocks that are
-        held for other requests, unless `forced`.
+        If nothing runs, nothing will free blocks: then it `breaks_pins` in its way. Others `leave` so many free
+        blocks, besides those that are held for other requests; None: they take any.
         """
         needed = -(-request.num_tokens // self._block_size) - len(match.blocks)
-        blocks = self._cache.acquire(match, needed, forced=forced)
+        blocks = self._cache.acquire(match, needed, leave)
         while blocks is None and breaks_pins and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
         if blocks is None:

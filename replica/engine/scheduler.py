@@ -28,7 +28,7 @@ from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
 from .backlog import Backlog, backlog_of
 from .drafts import Drafter, Drafts
-from .queue_order import choose_victim, queue_key
+from .queue_order import blocks_for_answers, choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
 from .request_blocks import RequestBlocks
 from .step_plan import BlockCopy
@@ -307,7 +307,15 @@ class Scheduler:
     def _may_fit(self, request: RequestState) -> bool:
         """False, without a look-up, if its newest token is not known yet or there is no more room than last time."""
         tried = request.refused_at_room
-        return not request.in_flight and (tried is None or self._cache.blocks_for_prompts > tried or not self._running)
+        return not request.in_flight and (tried is None or self._room() > tried or not self._running)
+
+    def _room(self) -> int:
+        """Number of blocks that a prompt may take while others run."""
+        return self._cache.blocks_for_prompts - self._for_answers()
+
+    def _for_answers(self) -> int:
+        size, total = self._hasher.block_size, self._cache.total_blocks
+        return blocks_for_answers(len(self._running), size, total)
 
     def _is_worth_waiting(self, request: RequestState, match: PrefixMatch) -> bool:
         """Whether a running request is computing a part of what this one lacks that is worth waiting for.
@@ -342,11 +350,12 @@ class Scheduler:
     ) -> ScheduledRow | None:
         """Admit a waiting request; None if too few blocks are free.
 
-        It leaves blocks to other waiting requests that hold them, unless nothing runs or it is `forced`.
+        It leaves blocks to answers and to other waiting requests, unless nothing runs or it is `forced`.
         """
         alone = not self._running
-        if not self._blocks.acquire(request, match, forced=forced or alone, breaks_pins=alone):
-            request.refused_at_room = self._cache.blocks_for_prompts
+        leave = None if forced or alone else self._for_answers()
+        if not self._blocks.acquire(request, match, leave, breaks_pins=alone):
+            request.refused_at_room = self._room()
             return None
         request.refused_at_room = None
         self._shares.start(request)

@@ -122,7 +122,8 @@ def _store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> St
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # torch's own listener would accept on every interface, whatever `host` is.
-    listener = socket.create_server((host, port), family=family, backlog=size)
+    # Each rank connects twice, see `_until_listening`.
+    listener = socket.create_server((host, port), family=family, backlog=2 * size)
     return TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
@@ -133,7 +134,7 @@ def _until_listening(host: str, port: int, timeout: timedelta) -> None:
         try:
             with socket.create_connection((host, port), max(CONNECT_POLL_S, deadline - time.monotonic())):
                 return
-        except ConnectionRefusedError:
+        except OSError:  # refused, or unreachable as the network of a host that has just started may be
             if time.monotonic() >= deadline:
                 raise
         time.sleep(CONNECT_POLL_S)

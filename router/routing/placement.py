@@ -320,7 +320,7 @@ class Placement:
         )
         self.past.now = now
         self.past.sent(joined.name, keys[request.start :], name)
-        self.tenant_blocks.needed(keys, tenant)
+        self.tenant_blocks.needed(keys, tenant, request.start)
         self.fleet.send(joined.name, request, now)
         self.policy.booked(joined.name, request_id, prompt)
 

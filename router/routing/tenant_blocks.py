@@ -23,9 +23,14 @@ class TenantBlocks:
         self._mask = 0  #: bits that are zero in the hashes of sampled blocks
         self._tenants: dict[int, bytes] = {}
 
-    def needed(self, blocks: Sequence[int], tenant: bytes) -> None:
-        """A request of this tenant was sent, whose prompt has these blocks."""
+    def needed(self, blocks: Sequence[int], tenant: bytes, held: int = 0) -> None:
+        """A request of this tenant was sent, whose prompt has these blocks; the first `held` of them are cached.
+
+        Nearly always, an earlier request needed the cached ones: if the last of those in the sample is known, all are.
+        """
         mask, tenants = self._mask, self._tenants
+        if next((block for block in reversed(blocks[:held]) if not block & mask), None) in tenants:
+            blocks = blocks[held:]
         for block in blocks if not mask else [block for block in blocks if not block & mask]:
             tenants.setdefault(block, tenant)
         if len(tenants) > self._most:

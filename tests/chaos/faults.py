@@ -5,13 +5,16 @@ A fault is an async context manager: entering injects it and yields its victim, 
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import resource
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import count, islice
+from queue import Queue
 
 import psutil
 
@@ -36,6 +39,10 @@ NOBODY = Victim()
 SLOW_RUN_S, SLOW_STOP_S = 0.02, 0.08
 #: How many steps of a replica fail for want of memory, and the time between them.
 FAILED_STEPS, BETWEEN_STEPS_S = 3, 0.5
+#: How long threads' processor times are compared to find the one that computes.
+BUSY_S = 0.5
+#: From linux/ptrace.h and linux/wait.h.
+PTRACE_SEIZE, PTRACE_INTERRUPT, WAIT_ALL = 0x4206, 0x4207, 0x40000000
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +84,19 @@ async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> Async
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def hang(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """Hold the thread that computes a replica's steps: as far as others can see, its step never ends.
+
+    The other threads run on, so that the process still answers, unless the thread holds the interpreter lock.
+    """
+    replica = await cluster.victim(draw)
+    thread = await busiest_thread(replica["pids"][0])
+    held = hold_thread(thread)
+    yield Victim(replica["replica_id"], replica["epoch"])
+    await asyncio.to_thread(held.join)  # until the thread has ended with its process
 
 
 @contextlib.asynccontextmanager
@@ -236,12 +256,14 @@ FAULTS: dict[str, Fault] = {
     "kill-rank-1": Fault(_with_rank(1), "ranks", 0.0),
     "kill-ranks": Fault(kill_ranks, "ranks", 0.0),
     "freeze-rank-1": Fault(lambda cluster, draw: freeze(cluster, draw, first_rank=1), "ranks", 3.0),
+    "hang": Fault(hang, "watched", 0.0),
     "kill-raylet": Fault(_with_process("raylet"), "nodes", 1.0),
     "kill-agent": Fault(_with_process("ray::DashboardAgent"), "nodes", 1.0),
     "kill-env-agent": Fault(_with_process("ray::RuntimeEnvAgent"), "nodes", 1.0),
     "restart-engine": Fault(restart_engine, "backends", 1.0),
     "kill-router": Fault(_with_signal(signal.SIGKILL), "routers", 0.0),
     "kill-only-router": Fault(_with_signal(signal.SIGKILL), "pair", 0.0),
+    "kill-joined-router": Fault(_with_signal(signal.SIGKILL), "nodes", 0.0),
     "freeze-only-router": Fault(_with_signal(signal.SIGSTOP), "pair", 0.0),
     "no-memory": Fault(fail_steps, "pair", 0.0),
     "events-cut": Fault(_with_fate("cut"), "tunnels", 3.0),
@@ -275,6 +297,39 @@ async def _stutter(pids: list[int]) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
+
+
+async def busiest_thread(pid: int) -> int:
+    """The thread of a process that computes most just now."""
+    process = psutil.Process(pid)
+    used: dict[int, float] = {}
+    while not any(used.values()):
+        before = {each.id: each.user_time for each in process.threads()}
+        await asyncio.sleep(BUSY_S)
+        used = {each.id: each.user_time - before.get(each.id, 0.0) for each in process.threads()}
+    return max(used, key=lambda thread: used[thread])
+
+
+def hold_thread(thread: int) -> threading.Thread:
+    """Stop a single thread for good, as its tracer. Returns a thread of ours that lasts as long as it does."""
+    attached, ended = Queue[OSError | None](), threading.Thread(target=lambda: _trace(thread, attached), daemon=True)
+    ended.start()
+    if (error := attached.get()) is not None:
+        raise error
+    return ended
+
+
+def _trace(thread: int, attached: "Queue[OSError | None]") -> None:
+    """Seize and interrupt a thread, then wait for its end: without it, its process could not be reaped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for request in (PTRACE_SEIZE, PTRACE_INTERRUPT):
+        if libc.ptrace(request, thread, None, None) < 0:
+            attached.put(OSError(ctypes.get_errno(), f"this user may not trace thread {thread}"))
+            return
+    attached.put(None)
+    with contextlib.suppress(ChildProcessError):
+        while os.WIFSTOPPED(os.waitpid(thread, WAIT_ALL)[1]):
+            pass
 
 
 def _limit_files(processes: list[psutil.Process], size: int) -> None:

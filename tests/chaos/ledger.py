@@ -1,4 +1,4 @@
-"""Readings of everything a cluster holds during a soak (processes, folders, pools), twice a minute, also as a CSV.
+"""Readings of everything a cluster holds during a soak (processes, folders, pools), six times a minute, also as a CSV.
 
 Only records the readings; judge.py evaluates them.
 """
@@ -14,7 +14,7 @@ from ..e2e.running import shared_memory
 from .log import Reading
 from .shapes import Cluster
 
-LOOK_S = 30.0
+LOOK_S = 10.0
 COLUMNS = ("at_s", "subject", "metric", "value")
 
 

@@ -1,8 +1,8 @@
 """Inject faults into clusters under load and report the results; `make chaos`.
 
-    python -m tests.chaos.run [--seed N] [--minutes M] [--faults a,b] [--soak-minutes M [--rest-s S] [--csv FILE]]
+    python -m tests.chaos.run [--seed N[,N]] [--minutes M] [--faults a,b] [--soak-minutes M [--rest-s S] [--csv FILE]]
 
-Each fault is injected once, in an order derived from the seed; with `--minutes`, again until the time is over.
+Each fault is injected once per seed, in an order derived from it; with `--minutes`, again until the time is over.
 `--soak-minutes` uses one cluster that stays up, rests between faults, and is checked for leaks. Exit code 1: a
 requirement is violated. Times are reported but not checked, because they depend on the machine.
 """
@@ -61,18 +61,26 @@ def main() -> int:
     names = options.faults.split(",") if options.faults else list(FAULTS)
     if unknown := set(names) - set(FAULTS):
         sys.exit(f"no such faults: {', '.join(sorted(unknown))}; valid faults: {', '.join(FAULTS)}")
-    if options.soak_minutes:
-        wanted = strikes(options.seed, [name for name in names if name in SOAK])
-        found = [soak(options.seed, options.soak_minutes, wanted, rest_s=options.rest_s, csv=options.csv)]
-    else:
-        found = list(all_shapes(options.seed, names, options.minutes * 60))
-    return publish(found, options.seed)
+    began, found = time.monotonic(), list[Findings]()
+    for seed in map(int, options.seed.split(",")):
+        if options.soak_minutes:
+            wanted = strikes(seed, [name for name in names if name in SOAK])
+            of_seed = [soak(seed, options.soak_minutes, wanted, rest_s=options.rest_s, csv=options.csv)]
+        else:
+            of_seed = list(all_shapes(seed, names, options.minutes * 60))
+        publish(of_seed, seed)
+        found += of_seed
+    rows = [row for findings in found for row in findings.rows]
+    print(f"\nin all, {(time.monotonic() - began) / 60:.1f} minutes\n{report.summary(rows)}")
+    wrong = [*filter(None, [report.violations(rows)]), *(words for findings in found for words in findings.left)]
+    print("\n".join(["", "violated:", *wrong] if wrong else ["", "every requirement holds"]))
+    return 1 if wrong else 0
 
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1, help="seed of questions, order of faults and victims")
+    parser.add_argument("--seed", default="1", help="seeds of questions, order of faults and victims, comma-separated")
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat faults for this long; 0: each fault once")
     parser.add_argument("--faults", default="", help=f"comma-separated, from {', '.join(FAULTS)}; all by default")
     parser.add_argument("--soak-minutes", type=float, default=0.0, help="look for leaks in one cluster for this long")
@@ -81,14 +89,11 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def publish(found: Sequence[Findings], seed: int) -> int:
-    """Print all results and return the exit code."""
+def publish(found: Sequence[Findings], seed: int) -> None:
+    """Print the results of one seed."""
     rows = [row for findings in found for row in findings.rows]
     print(f"\nseed {seed}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{report.table(rows)}")
     print(*(report.courses(findings.courses) for findings in found if findings.courses), sep="\n")
-    wrong = [*filter(None, [report.violations(rows)]), *(words for findings in found for words in findings.left)]
-    print("\n".join(["", "violated:", *wrong] if wrong else ["", "every requirement holds"]))
-    return 1 if wrong else 0
 
 
 def all_shapes(seed: int, names: Sequence[str], seconds: float) -> Iterator[Findings]:

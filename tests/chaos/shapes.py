@@ -20,7 +20,7 @@ from .client import Load, fetch
 from .log import Books, Census, Sighting
 from .tunnel import Fate, Tunnel
 
-Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny", "nodes", "backends", "small"]
+Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny", "nodes", "backends", "small", "watched"]
 
 REPLICAS = 2
 FLAGS: dict[Shape, tuple[str, ...]] = {
@@ -33,6 +33,7 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
     "backends": (),
     # Less than a soak's questions fill, so that blocks are evicted all the time.
     "small": ("--num-kv-blocks", "512"),
+    "watched": ("--step-timeout-s", "5", "--health-timeout-s", "5"),
 }
 #: Time per token of a fake external engine, long enough that streams can be interrupted.
 FOREIGN_TOKEN_S = 0.005

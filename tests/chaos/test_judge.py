@@ -29,7 +29,7 @@ from .judge import (
     row,
 )
 from .log import Answer, Books, Census, Reading, Seen, Sighting, Struck
-from .report import table, violations
+from .report import summary, table, violations
 
 ROUTER = "http://127.0.0.1:1"
 TIMEOUT_S = 10.0
@@ -284,6 +284,17 @@ def test_a_row_says_what_is_violated_and_the_table_shows_it() -> None:
         "kill: never within 1 s: peace",
     ]
     assert "1 replica_lost" in table([line])
+
+
+def test_a_summary_adds_up_all_seeds_and_names_the_slowest() -> None:
+    """It is what remains of three runs that took an hour."""
+    line = row(Round("kill", (GOOD, FAILED), (), HIT), {0: RIGHT}, timeout_s=TIMEOUT_S)
+    lines = [replace(line, rebuilt_s=seconds) for seconds in (1.0, 2.5, None)]
+
+    _, _, kill, _, total = summary([*lines, replace(line, fault="slow")]).splitlines()
+
+    assert [cell.strip() for cell in kill.split("|")] == ["kill", "3", "6", "0", "3", "0", "400 ms", "2.50 s"]
+    assert [cell.strip() for cell in total.split("|")][:3] == ["all", "4", "8"]
 
 
 def test_a_round_in_which_nothing_was_answered_has_tested_nothing() -> None:

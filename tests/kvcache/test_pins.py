@@ -348,8 +348,8 @@ class PinnedMachine(OracleMachine):
     def withheld(self) -> set[int]:
         return self.kept
 
-    def take(self, call, hit: Sequence[Block], needed: int, forced: bool = True) -> list[Block] | None:
-        table = super().take(call, hit, needed, forced)
+    def take(self, call, hit: Sequence[Block], needed: int, leave: int | None = None) -> list[Block] | None:
+        table = super().take(call, hit, needed, leave)
         if table is not None:
             self.kept -= {block.block_id for block in hit}
         return table

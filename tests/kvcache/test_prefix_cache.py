@@ -202,15 +202,16 @@ def test_a_prompt_takes_no_block_that_is_held_for_another_unless_these_are_many(
     cache.hold("waiting", look_up(cache, prompt(4, more=1)))
 
     assert (cache.free_blocks, cache.blocks_for_prompts) == (32, 28)
-    assert cache.acquire(look_up(cache, prompt(4, base=1000, more=1)), 25, forced=False) is None
-    table = must(cache.acquire(look_up(cache, prompt(4, more=1)), 28, forced=False))
+    assert cache.acquire(look_up(cache, prompt(4, base=1000, more=1)), 25, leave=0) is None
+    table = must(cache.acquire(look_up(cache, prompt(4, more=1)), 28, leave=0))
     cache.release(table)
 
-    assert cache.acquire(NOTHING, 29, forced=False) is None
+    assert cache.acquire(NOTHING, 29, leave=0) is None
+    assert cache.acquire(NOTHING, 27, leave=2) is None
     cache.release(must(admit(cache, prompt(4, base=1000))))
     cache.hold("another", look_up(cache, prompt(4, base=1000, more=1)))
     assert cache.blocks_for_prompts == 32
-    cache.release(must(cache.acquire(NOTHING, 29, forced=False)))
+    cache.release(must(cache.acquire(NOTHING, 29, leave=0)))
     cache.check()
 
 
@@ -843,14 +844,14 @@ class CacheMachine(RuleBasedStateMachine):
         root=st.sampled_from([ROOT, OTHER_ROOT, ROOT_LIKE_A_HASH]),
         ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple),
         use_cache=st.sampled_from([True, True, True, False]),
-        forced=st.booleans(),
+        leave=st.sampled_from([None, None, 0, 2]),
     )
-    def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool, forced: bool = True):
+    def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool, leave: int | None = None):
         hashes = self.chain(root, ids)
         match = self.cache.match(root, hashes, token_bytes(ids), len(ids)) if use_cache else NOTHING
         self.verify(match, root, ids, use_cache)
         needed = -(-len(ids) // SMALL) - len(match.blocks)
-        table = self.take(lambda: self.cache.acquire(match, needed, forced=forced), match.blocks, needed, forced)
+        table = self.take(lambda: self.cache.acquire(match, needed, leave), match.blocks, needed, leave)
         if table is None:
             return multiple()
         assert table[: len(match.blocks)] == list(match.blocks)
@@ -877,15 +878,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.slots[target.block_id, offset] = content
 
     def take(
-        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, forced: bool = True
+        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, leave: int | None = None
     ) -> list[Block] | None:
         blocks = self.cache.blocks
         before, holds = states(blocks), [self.cache.holds(block) for block in blocks]
         idle = [block for block in blocks[1:] if not self.users(block) and block not in hit]
         room = sum(block.block_id not in self.withheld() for block in idle)
         waited_for = [block for block in blocks[1:] if holds[block.block_id] and self.is_unused(block)]
-        if not forced and len(waited_for) <= POOL / 8:
-            room = sum(block.block_id not in self.withheld() and not holds[block.block_id] for block in idle)
+        if leave is not None:
+            if len(waited_for) <= POOL / 8:
+                room = sum(block.block_id not in self.withheld() and not holds[block.block_id] for block in idle)
+            room -= leave
         table = call()
         assert (table is None) == (needed > room)
         if table is None:
@@ -1023,10 +1026,10 @@ class OracleMachine(CacheMachine):
         return max(end for end in ends if end == whole or any(held[:end] == ids[:end] for held in following))
 
     def take(
-        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, forced: bool = True
+        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, leave: int | None = None
     ) -> list[Block] | None:
         empty = max(0, self.cache.free_blocks - len(self.idle))
-        table = super().take(call, hit, needed, forced)
+        table = super().take(call, hit, needed, leave)
         if table is None:
             return None
         hit_ids = {block.block_id for block in hit}

@@ -415,14 +415,16 @@ class SimulatedReplica:
 
     def _admit(self, work: Work) -> bool:
         refused = work.refused_at_free
-        running = self._prefilling or self._decoding
-        if refused is not None and self.cache.blocks_for_prompts <= refused and running:
+        running = len(self._prefilling) + len(self._decoding)
+        leave = queue_order.blocks_for_answers(running, self.limits.block_tokens, self.limits.blocks)
+        room = self.cache.blocks_for_prompts - leave
+        if refused is not None and room <= refused and running:
             return False
         found = self._found(work)
         held = len(found.match.blocks)
-        blocks = self.cache.acquire(found.match, self._table(work) - held, forced=not running)
+        blocks = self.cache.acquire(found.match, self._table(work) - held, leave if running else None)
         if blocks is None:
-            work.refused_at_free = self.cache.blocks_for_prompts
+            work.refused_at_free = room
             return False
         self.cache.unhold(work.request_id)
         work.found = work.refused_at_free = None

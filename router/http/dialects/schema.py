@@ -93,9 +93,14 @@ def _value(body: Any, path: str) -> Any:
 
 def asks_nothing(value: Any) -> bool:
     """Whether a value is absent, false or empty, or holds only such values."""
-    if isinstance(value, dict):
-        return all(map(asks_nothing, value.values()))
-    return value is None or value is False or value in ("", [])
+    left = [value]  # not recursive, because it may be nested deeper than Python's stack
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            left += each.values()
+        elif not (each is None or each is False or each in ("", [])):
+            return False
+    return True
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

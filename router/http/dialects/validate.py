@@ -286,7 +286,7 @@ async def conversation_job(
         conversation, rendered, token_ids = await _encoded(served, body, sender, make, prompt_param)
     else:
         conversation = await text.prepare(make, sender)
-        rendered = conversation.template_input()
+        rendered, token_ids = conversation.template_input(), truncated(token_ids, body, served.limits.max_model_len)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
         kept = await pins.requested(text, conversation, rendered, token_ids, sender, front.settings)

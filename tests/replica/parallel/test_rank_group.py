@@ -4,7 +4,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from homing.replica.engine.step_plan import PlanRow, StepPlan, plan_of_rows
 from homing.replica.errors import RankLost, TensorParallelUnsupported
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.models.layers import int8_problem
-from homing.replica.parallel.rank_group import RankGroup
+from homing.replica.parallel.rank_group import RankGroup, _until_listening
 
 from ..toys import BLOCK_SIZE, NUM_BLOCKS, ToyScheduler, make_runner
 
@@ -199,6 +200,23 @@ def test_ranks_meet_on_their_own_address_alone() -> None:
     assert group.size == 1
     assert port in {address.port for address in listening}
     assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("reason", [ConnectionRefusedError, OSError(113, "No route to host"), TimeoutError])
+def test_a_rank_waits_for_the_first_one_whatever_the_network_says(monkeypatch, reason) -> None:
+    """Its host may have started a moment ago."""
+    refusals = [reason, reason]
+
+    def connect(*_: object) -> nullcontext[None]:
+        if refusals:
+            raise refusals.pop()
+        return nullcontext()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+
+    _until_listening("10.0.0.1", 1, timedelta(seconds=60))
+
+    assert not refusals
 
 
 class StreamGroup:

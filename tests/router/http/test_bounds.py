@@ -103,6 +103,17 @@ async def test_all_choices_together_list_a_bounded_number_of_tokens(client, back
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
+@pytest.mark.parametrize("field", ["metadata", "store", "kv_transfer_params"])
+async def test_what_nothing_reads_may_be_nested_deeply(client, field: str):
+    """It is decoded, so looking whether it asks for anything must not fail either."""
+    nested = b'{"a":' * 900 + b"null" + b"}" * 900
+    body = msgspec.json.encode(SMALLEST["/v1/chat/completions"])[:-1] + b',"%b":%b}' % (field.encode(), nested)
+
+    answer = await client.post("/v1/chat/completions", content=body)
+
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("fill", [0, 1])
 async def test_free_json_may_have_its_size_and_no_byte_more(client, fill: int):
     """Sizes are those that the client sent, and bodies that are larger in other fields are not affected."""

@@ -29,6 +29,17 @@ def test_blocks_belong_to_the_tenant_that_needed_them_first() -> None:
     assert tenants.by_replica() == {"r0": {b"a": 15, b"b": 15}, "r1": {b"a": 5, b"b": 5}}
 
 
+@pytest.mark.parametrize("most", [8192, 512])
+def test_cached_blocks_count_whoever_computed_them(most: int) -> None:
+    """Those of other routers have a tenant as soon as a request here needs them; a later one needs only what is new."""
+    tenants = TenantBlocks(index_of(r0=BLOCKS[:3000]), most=most)
+    tenants.needed(BLOCKS[:2000], b"a", held=2000)
+    tenants.needed(BLOCKS[:3000], b"b", held=2000)
+
+    found = tenants.by_replica()["r0"]
+    assert (found[b"a"], found[b"b"]) == (pytest.approx(2000, rel=0.2), pytest.approx(1000, rel=0.2))
+
+
 def test_evicted_blocks_count_no_more() -> None:
     """The share of a tenant shrinks as it is evicted."""
     index = index_of(r0=BLOCKS[:30])

@@ -621,7 +621,10 @@ async def test_a_prompt_that_was_rendered_before_is_not_rendered_again(client: h
     answer = (await client.post(CHAT, json={"messages": MESSAGES, **given})).json()
     refused = [await client.post(CHAT, json={"messages": MESSAGES, "kv_transfer_params": each}) for each in wrong]
 
+    await client.post(CHAT, json={"messages": MESSAGES, **given, "truncate_prompt_tokens": 2})
+
     assert answer["prompt_token_ids"] == list(token_array(backend.requests[0].token_ids)) == [5, 6, 7]
+    assert list(token_array(backend.requests[1].token_ids)) == [6, 7]
     assert answer["choices"][0]["message"]["content"] == ANSWER
     assert [each.status_code for each in refused] == [400] * 4
 
