@@ -121,7 +121,7 @@ compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed
 	@$(COMPAT)/bin/python -m pytest -m compat tests/events/compat $(ARGS)
 
 frameworks: $(VENV)/.dev ## Try agent frameworks, in environments of their own, against a scripted engine (90 seconds)
-	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)" openai-agents instructor llama-index
+	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)" openai-agents instructor llama-index litellm
 
 interop: $(VENV)/.dev ## Compare what Dynamo's indexer, in an environment of its own, reads from our events with the caches (15 seconds)
 	@$(BIN)/python -m tests.interop.run --pip-flags "$(PIP_FLAGS)" $(ARGS)

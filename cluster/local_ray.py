@@ -200,9 +200,11 @@ def leave(timeout_s: float) -> None:
     import ray
 
     ours = children()
-    ray.shutdown()
-    wait_gone(ours, timeout_s)
-    kill_children()
+    try:
+        ray.shutdown()
+    finally:  # with the log level `debug`, Ray prints as it ends, which fails if the terminal has been closed
+        wait_gone(ours, timeout_s)
+        kill_children()
 
 
 def silence_native_stderr() -> None:

@@ -222,11 +222,14 @@ class ServeRun:
         self._console.step("ray", "ready")
 
     def _shut_down_ray(self) -> None:
-        self._console.close()
-        self._end_compilers()
-        local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._console.close()
+            self._end_compilers()
+            local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
+        finally:
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
     def _end_compilers(self) -> None:
         """Kill the compilers: kernels that are not compiled yet are no longer needed."""

@@ -22,7 +22,7 @@ REFIT_SHARE = 16
 #: Weight of a step's pace, whose ratio to the fitted cost counts within the bounds. High, because other processes start
 #: and end from one moment to the next, and the fit remembers a hundred steps. Not tuned.
 PACE_WEIGHT = 0.5
-PACE_BOUNDS = 0.25, 4.0
+PACE_BOUNDS = 0.25, 16.0
 
 
 @dataclass(slots=True)

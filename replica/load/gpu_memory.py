@@ -11,6 +11,7 @@ from ..config import ReplicaSettings
 from ..errors import StartupError
 from ..models.spec import auto_dtype
 from .preflight import DTYPE_BYTES, rank_problem, read_config
+from .quantized import dequantized
 from .weight_files import TensorHeader, are_pickled, tensors_in
 
 _GIB = 1 << 30
@@ -68,7 +69,7 @@ def least_weight_bytes(folder: Path, settings: ReplicaSettings, ranks: int) -> i
     if dtype == "auto":
         dtype = auto_dtype(config.dtype or config.torch_dtype, cuda=True, multiplies_bfloat16=True)
     embedding = others = 0
-    for name, tensor in tensors_in(folder).items():
+    for name, tensor in dequantized(tensors_in(folder)).items():
         if name.endswith("embed_tokens.weight"):
             embedding += _bytes(tensor, dtype)
         elif not any(part in name for part in _NOT_TEXT):

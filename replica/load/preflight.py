@@ -20,7 +20,7 @@ from ...kvcache.sizing import blocks_that_fit, bytes_per_block
 from ..config import ReplicaSettings
 from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMismatch, WeightsMissing
 from ..models.spec import FAMILIES, auto_dtype, split_problem
-from .quantized import Scaling, block_sizes, method_problem, scalings
+from .quantized import Scaling, block_sizes, dequantized, method_problem, scalings
 from .weight_files import FETCH_AGAIN, TensorHeader, are_pickled, tensors_in, tensors_of, weight_files, weight_map
 from .weight_shapes import headers_problem
 
@@ -168,7 +168,7 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     if dtype == "auto":
         dtype = auto_dtype(config.dtype or config.torch_dtype, cuda=False, multiplies_bfloat16=multiplies_bfloat16())
     size = DTYPE_BYTES[dtype]
-    shapes = {name: each.shape for name, each in tensors_in(folder).items()}
+    shapes = {name: each.shape for name, each in dequantized(tensors_in(folder)).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
     tied = "lm_head.weight" not in shapes  # even then, the head is a linear layer with its own packed weights
     head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))

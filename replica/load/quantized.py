@@ -100,6 +100,18 @@ def scalings(
     return found, f"these weights are quantized in a way that homing cannot run: {listed(unknown)}; {ORIGINAL}"
 
 
+def dequantized(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """The tensors as they are held, if transformers dequantizes MXFP4: two bfloat16 numbers per byte, and no scales."""
+    held: dict[str, TensorHeader] = {}
+    for name, header in tensors.items():
+        stem, _, kind = name.rpartition("_")
+        if header.dtype != "U8" or not {f"{stem}_blocks", f"{stem}_scales"} <= tensors.keys():
+            held[name] = header
+        elif kind == "blocks":
+            held[name] = TensorHeader(header.data_offsets, "BF16", (*header.shape, 2))
+    return held
+
+
 def _is_quantized(name: str, header: TensorHeader) -> bool:
     """Integer tensors count only if named like weights: other checkpoints hold masks and positions as integers."""
     if not header.dtype or header.dtype in _PLAIN_DTYPES or name.endswith(_SCALES):

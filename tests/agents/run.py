@@ -15,11 +15,12 @@ from ..clients.environments import Environment, NotInstallableError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-#: By environment: the selection (-k) of tests in test_frameworks.py.
+#: By environment: its test file, and the selection (-k) of tests there.
 FRAMEWORKS = {
-    "openai-agents": "openai_agents or pydantic_ai",
-    "instructor": "instructor",
-    "llama-index": "llama_index",
+    "openai-agents": ("test_frameworks.py", "openai_agents or pydantic_ai"),
+    "instructor": ("test_frameworks.py", "instructor"),
+    "llama-index": ("test_frameworks.py", "llama_index"),
+    "litellm": ("test_litellm.py", ""),
 }
 PROGRAMS = "npm"
 NOT_INSTALLED = 3
@@ -36,7 +37,8 @@ def tested(python: Path, arguments: list[str], **environment: str) -> bool:
 def framework(name: str, folder: Path, pip_flags: str) -> bool:
     environment = Environment(name, folder / name, requirements=HERE / "requirements")
     environment.make(pip_flags)
-    return tested(environment.bin / "python", ["tests/agents/test_frameworks.py", "-k", FRAMEWORKS[name]])
+    file, selected = FRAMEWORKS[name]
+    return tested(environment.bin / "python", [f"tests/agents/{file}", "-k", selected])
 
 
 def programs(folder: Path) -> bool:

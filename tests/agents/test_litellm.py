@@ -1,11 +1,17 @@
-"""litellm, which many agents and gateways use: the messages that it builds must be accepted as input."""
+"""litellm, which many agents and gateways use: the messages that it builds must be accepted as input.
+
+Its current versions need another `openai` package than the other clients: `make frameworks` installs it elsewhere.
+"""
 
 import asyncio
+import importlib.metadata
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +31,7 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     asyncio.set_event_loop(loop)
     with warnings.catch_warnings(), closing(loop):
         warnings.simplefilter("ignore")
-        import litellm as module
-
+        module = pytest.importorskip("litellm", reason="litellm is installed by make frameworks")
         module.telemetry = False
         logging.getLogger("LiteLLM").setLevel(logging.ERROR)
         yield module
@@ -71,3 +76,28 @@ def test_a_schema_and_responses(engine: Engine, litellm: Any) -> None:
 
     assert Fox.model_validate_json(answer.choices[0].message.content) == Fox(name="Ida", age=3)
     assert response.output[0].content[0].text == FOX
+
+
+def test_it_raises_its_own_error_for_a_refusal(engine: Engine, litellm: Any) -> None:
+    """Status and message of a refusal must reach the caller."""
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(
+            model=f"openai/{NAME}",
+            api_base=f"{engine.url}/v1",
+            api_key="k",
+            messages=[{"role": "user", "content": "Who?"}],
+            temperature=9,
+        )
+
+
+def test_the_snippet_of_the_docs(engine: Engine, litellm: Any) -> None:
+    """It runs as the page shows it, with this server's address and model, and the page names the version."""
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    (snippet,) = re.findall(r"```python\n(import litellm.*?)```", page, re.DOTALL)
+    engine.play(ANSWER)
+    shown: dict[str, Any] = {}
+
+    exec(snippet.replace("http://127.0.0.1:8000", engine.url).replace("openai/demo", f"openai/{NAME}"), shown)
+
+    assert shown["answer"].choices[0].message.content == ANSWER
+    assert f"litellm  # {importlib.metadata.version('litellm')}\n" in snippet

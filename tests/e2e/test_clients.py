@@ -1,9 +1,5 @@
 """Unmodified clients that people use: the server accepts what they send, and they can read its answers."""
 
-import asyncio
-import logging
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -20,20 +16,6 @@ QUESTION = "Tell me a story about a fox."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
-@pytest.fixture
-def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """litellm without its online price list, and with its own warnings silenced."""
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    with warnings.catch_warnings(), asyncio.Runner() as runner:
-        asyncio.set_event_loop(runner.get_loop())  # otherwise litellm creates a loop and never closes it
-        warnings.simplefilter("ignore")
-        import litellm as module
-
-        module.telemetry = False
-        logging.getLogger("LiteLLM").setLevel(logging.ERROR)
-        yield module
-
-
 def story(cluster: Serving) -> str:
     """The answer's text as OpenAI's client reads it."""
     with cluster.client() as client:
@@ -41,37 +23,6 @@ def story(cluster: Serving) -> str:
     text = answer.choices[0].message.content
     assert text
     return text
-
-
-def test_litellm_reads_the_same_answer(cluster: Serving, litellm) -> None:
-    """Many gateways use litellm's `openai/` provider."""
-    asked = {
-        "model": f"openai/{MODEL}",
-        "api_base": f"{cluster.url}/v1",
-        "api_key": "none",
-        "messages": MESSAGES,
-        "temperature": 0,
-        "max_tokens": 20,
-    }
-
-    whole = litellm.completion(**asked)
-    chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
-
-    assert whole.choices[0].message.content == story(cluster)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == story(cluster)
-    assert whole.usage.prompt_tokens == chunks[-1].usage.prompt_tokens > 0
-
-
-def test_litellm_raises_its_own_error_for_a_refusal(cluster: Serving, litellm) -> None:
-    """Status and message of a refusal must reach the caller."""
-    with pytest.raises(litellm.BadRequestError, match="temperature"):
-        litellm.completion(
-            model=f"openai/{MODEL}",
-            api_base=f"{cluster.url}/v1",
-            api_key="none",
-            messages=MESSAGES,
-            temperature=9,
-        )
 
 
 def test_langchain_reads_the_same_answer(cluster: Serving) -> None:
@@ -105,15 +56,6 @@ def test_langchains_completion_model_sends_several_prompts(cluster: Serving) -> 
 
     assert [len(batch) for batch in answers.generations] == [1, 1]
     assert answers.generations[0][0].text == model.invoke("The fox")
-
-
-def test_litellm_sends_its_own_answer_back(cluster: Serving, litellm) -> None:
-    """litellm adds its own fields to the messages that it sends back."""
-    asked = {"model": f"openai/{MODEL}", "api_base": f"{cluster.url}/v1", "api_key": "none", "max_tokens": 10}
-    first = litellm.completion(messages=MESSAGES, **asked).choices[0].message
-    turns = [*MESSAGES, first.model_dump() | {"provider_specific_fields": {"a": 1}}, *MESSAGES]
-
-    assert litellm.completion(messages=turns, **asked).usage.completion_tokens > 0
 
 
 def test_anthropics_client_and_openais_responses_read_the_same_answer(cluster: Serving) -> None:

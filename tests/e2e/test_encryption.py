@@ -110,14 +110,17 @@ def test_an_encrypted_cluster_of_two_ranks_answers_keeps_its_secrets_and_leaves_
     tenants.write_text(f"keys: [{{key_sha256: {sha256(API_KEY.encode()).hexdigest()}, tenant: ann}}]")
     flags = ["--events-curve-keys", str(keys), "--api-keys-file", str(tenants), "--log-level", "debug"]
     flags += ["--replicas", "1", "--tensor-parallel-size", "2", "--access-log", str(tmp_path / "access.log")]
-    with subprocess.Popen(
-        [*HOMING, "serve", "--port", "0", *flags],
-        env=environment(state),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-        preexec_fn=hear_hangups,
-    ) as process:
+    with (
+        (tmp_path / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            [*HOMING, "serve", "--port", "0", *flags],
+            env=environment(state),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            process_group=0,
+            preexec_fn=hear_hangups,
+        ) as process,
+    ):
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         output: list[str] = []
@@ -138,6 +141,7 @@ def test_an_encrypted_cluster_of_two_ranks_answers_keeps_its_secrets_and_leaves_
         ready()
         said, addresses, opened = told(running), reachable(running), openings(running)
         access = (tmp_path / "access.log").read_text()
+        said["stderr"] = (tmp_path / "stderr").read_text()
         priorities = {psutil.Process(pid).nice() for pid in (process.pid, *replica["pids"])}
         shared = [each for each in family[1:] if os.getpgid(each.pid) == process.pid]
         agents = [words for each in family if "Agent" in (words := " ".join(each.cmdline()[:1]))]
@@ -146,7 +150,7 @@ def test_an_encrypted_cluster_of_two_ranks_answers_keeps_its_secrets_and_leaves_
         process.wait(PATIENCE_S)
 
     leaves_nothing(state, family, folder)
-    assert "Traceback" not in said["output"]
+    assert "Traceback" not in said["output"] + said["stderr"]
     secrets = {load_pair(path).secret.decode() for path in keys.glob("*.key_secret")}
     assert len(secrets) == 2
     secrets |= {API_KEY, WRONG_KEY, DEFAULT_TOKEN.read_text().strip()}

@@ -1,6 +1,7 @@
 """Weights that cannot fit on a GPU are refused from their headers alone, with the number of ranks that would fit."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,61 @@ def test_only_what_a_rank_must_hold_counts(tmp_path: Path) -> None:
     save(tmp_path, "F32", 4)
     assert least_weight_bytes(folder, ReplicaSettings(), 1) == 2 * PARAMETERS + 2 * 2 * EMBEDDING
     assert least_weight_bytes(folder, ReplicaSettings(dtype="float32"), 1) == 4 * (PARAMETERS + 2 * EMBEDDING)
+
+
+def headers(folder: Path, config: dict[str, Any], **tensors: tuple[str, tuple[int, ...], int]) -> Path:
+    """A model of which only headers exist, from each tensor's dtype, shape and bytes per number."""
+    at, header = 0, {}
+    for name, (dtype, shape, size) in tensors.items():
+        stop = at + math.prod(shape) * size
+        header[name.replace("__", ".")] = {"dtype": dtype, "shape": shape, "data_offsets": (at, stop)}
+        at = stop
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return folder
+
+
+EXPERTS = "model__layers__0__mlp__experts__gate_up_proj"
+
+
+def test_mxfp4_is_counted_as_it_is_held(tmp_path: Path) -> None:
+    """transformers dequantizes it: a byte becomes two numbers of two bytes, and the scales are not kept."""
+    folder = headers(
+        tmp_path / "m",
+        {"model_type": "gpt_oss"},
+        **{f"{EXPERTS}_blocks": ("U8", (128, 5760, 90, 16), 1), f"{EXPERTS}_scales": ("U8", (128, 5760, 90), 1)},
+    )
+
+    assert least_weight_bytes(folder, ReplicaSettings(), 1) == 128 * 5760 * 2880 * 2
+    with pytest.raises(StartupError, match="choose a smaller model"):  # transformers runs on one rank
+        check_gpu_memory(folder, ReplicaSettings(), [3 * GIB] * 8)
+
+
+def test_a_byte_tensor_of_another_kind_is_counted_as_stored(tmp_path: Path) -> None:
+    folder = headers(tmp_path / "m", {}, model__mask_blocks=("U8", (64, 64), 1))
+
+    assert least_weight_bytes(folder, ReplicaSettings(), 1) == 64 * 64
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_experts_are_shared_among_ranks_and_a_tied_head_is_held_once(tied: bool, tmp_path: Path) -> None:
+    """Each rank holds the whole embedding; a head of its own is divided like all other tensors."""
+    sizes = {"num_experts": 128, "moe_intermediate_size": 768, "max_position_embeddings": 1 << 20}
+    head = {} if tied else {"lm_head__weight": ("BF16", (151_936, 2048), 2)}
+    folder = headers(
+        tmp_path / "m",
+        {"model_type": "qwen3_moe", "hidden_size": 2048, "vocab_size": 151_936} | sizes,
+        model__embed_tokens__weight=("BF16", (151_936, 2048), 2),
+        **{f"{EXPERTS}__weight": ("BF16", (128, 1536, 2048), 2)} | head,
+    )
+    embedding, experts = 151_936 * 2048 * 2, 128 * 1536 * 2048 * 2
+
+    for ranks in (1, 4):
+        shared = experts + (0 if tied else embedding)
+        assert least_weight_bytes(folder, ReplicaSettings(), ranks) == embedding + shared // ranks
+    with pytest.raises(StartupError, match=r"size: \d$"):
+        check_gpu_memory(folder, ReplicaSettings(), [embedding + experts // 2] * 8)
