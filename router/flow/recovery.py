@@ -71,7 +71,7 @@ class Recovery:
             idle, takes = not (load.requests or joined.requests), 0
             if groups and idle and load.available and joined.name not in kept:
                 takes = sum([count for adapter, count in groups.items() if joined.offers(adapter)])
-            lost = fleet.lost(joined.name, now) if joined.requests else ()
+            lost = fleet.lost(joined.name) if joined.requests else ()
             glances.append(Glance(joined.name, idle, takes, lost))
         return glances
 

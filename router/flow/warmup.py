@@ -80,7 +80,7 @@ class CacheWarmup:
         for replica, warm_up in tuple(self._by_replica.items()):
             joined = self._placement.fleet[replica]
             idle = now - joined.idle_since > ARRIVES_WITHIN_S and not joined.description.external
-            if idle and joined.has_had(warm_up.sent_at, warm_up.reports_before, now):
+            if idle and joined.has_had(warm_up.sent_at, warm_up.reports_before):
                 log.warning("warm_up_lost replica=%s", replica)
                 instructions += [Send(replica, Abort(request_ids=[warm_up.wire_id])), *self._send_next(replica, now)]
         return instructions

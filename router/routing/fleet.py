@@ -147,9 +147,9 @@ class Fleet:
             return []
         return [each.name for each in self if each.requests and each.is_stalled(self._silence_s, now)]
 
-    def lost(self, replica: str, now: float) -> tuple[int, ...]:
+    def lost(self, replica: str) -> tuple[int, ...]:
         """The requests sent to the replica that it does not have."""
-        return self._replicas[replica].lost(self._silence_s, now)
+        return self._replicas[replica].lost(self._silence_s)
 
     def refresh(self, now: float) -> None:
         """Bring loads up to date: all, unless many have changed. Then `refresh_one` is needed for those that count."""

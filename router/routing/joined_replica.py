@@ -202,7 +202,7 @@ class JoinedReplica:
             self.expected.withdraw(request)
         self.hits.ended(request_id)
 
-    def lost(self, silence_s: float, now: float) -> tuple[int, ...]:
+    def lost(self, silence_s: float) -> tuple[int, ...]:
         """The requests in flight that one of our replicas does not have, though they had the time to arrive there.
 
         Either it read its socket since without accepting them, or it was idle for `silence_s` without an answer. In a
@@ -214,16 +214,20 @@ class JoinedReplica:
         if self.last_progress_at - self.idle_since > silence_s:
             lost = [each for each in self.requests.values() if each.sent_at < self.idle_since]
         for each in self.sent.values():
-            if not self.has_had(each.sent_at, each.reports_before, now):
+            if not self.has_had(each.sent_at, each.reports_before):
                 break
             if each not in lost:
                 lost.append(each)
         return tuple(each.request_id for each in lost)
 
-    def has_had(self, sent_at: float, reports_before: int, now: float) -> bool:
-        """Whether a request sent then had the time to arrive, by the reports since then and since the last arrival."""
+    def has_had(self, sent_at: float, reports_before: int) -> bool:
+        """Whether a request sent then had the time to arrive, by the reports since then and since the last arrival.
+
+        Reports on their way when it was sent tell nothing: the replica may have stopped since.
+        """
         sent_at, reports_before = max(sent_at, self._accepted_at), max(reports_before, self._accepted_reports)
-        return now - sent_at >= ARRIVES_WITHIN_S and self.reports - reports_before >= ARRIVES_WITHIN_REPORTS
+        lived_s, reports = self.last_progress_at - sent_at, self.reports - reports_before
+        return lived_s >= ARRIVES_WITHIN_S and reports >= ARRIVES_WITHIN_REPORTS
 
     @property
     def blamed(self) -> str:

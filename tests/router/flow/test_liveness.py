@@ -11,6 +11,11 @@ def test_nothing_stands_still(seed: int) -> None:
     run(seed, events=20)
 
 
+def test_reports_on_their_way_when_a_request_was_sent_do_not_make_it_lost() -> None:
+    """They arrive after it was sent; then the replica stops."""
+    run(644)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(20))
 def test_nothing_stands_still_in_thousands_of_cases(hundred: int) -> None:
