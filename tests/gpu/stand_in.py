@@ -4,6 +4,7 @@ For scripts that run in their own process: nothing is undone. Kernels are interp
 Triton is imported; otherwise a script replaces their launches.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def as_on_a_gpu(mixed_sizes: tuple[int, ...], scaled_product: Any = None) -> Non
     for module in (attention_choice, runner, hf, native):
         module.choose_kernels = lambda *_: TritonKernels()  # type: ignore[attr-defined]
     attention_choice._made = lambda _, pool, *__: (PagedAttention(pool, TritonKernels()), "")
-    layers._products = lambda weight, bias: (layers._plain(weight, bias),) * 2
+    layers._products = lambda weight, bias: (math.inf, *(layers._plain(weight, bias),) * 2)
     runner.captured_steps_for = lambda *_: None
     mixed_step.SIZES = mixed_sizes  # type: ignore[assignment]
     loading.scaled_product = lambda *_: scaled_product
