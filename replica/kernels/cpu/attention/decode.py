@@ -5,7 +5,7 @@ depend only on the row. Each unit stores its sums and softmax state, and the thr
 merges them in order, so a row's result depends neither on the other rows nor on the threads.
 
 Units are ordered by KV head, then by part, so that rows that share a prompt find its keys and values in the core's
-cache.
+cache. Rows that share none read all heads of a page together.
 """
 
 import functools
@@ -18,7 +18,17 @@ from numba import carray, njit
 from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..runtime.compilation import Kernel, kernel
-from ..runtime.scalars import FAST_MATH, ONE, Storage, count_up, exponential, pointer, storage_of
+from ..runtime.scalars import (
+    FAST_MATH,
+    ONE,
+    Storage,
+    count_up,
+    exponential,
+    number_of,
+    order_of,
+    pointer,
+    storage_of,
+)
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import LANES, WORD, Dot, dot
 from .decode_loops import PART, Loops, Sizes, fills_vectors, loops_of_pairs, plain_loops
@@ -30,6 +40,8 @@ STATE = 2
 MAX_HEADS = 64
 #: Units of work for each thread, so that all end at about the same time.
 UNITS = 4
+#: How many heads ahead keys and values are prefetched: 16 tokens of two heads are a fifth of a core's L1 cache.
+AHEAD = 2
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
@@ -41,7 +53,7 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     visible = longest if rule.window is None else min(longest, rule.window + LANES)
     parts = -(-visible // PART)
     threads = threads_for(len(q) * visible * kv_heads * (key_dim + sizes.value_dim) * storage.size)
-    heads = _heads_at_once(kv_heads, sizes.group, len(q), parts, threads)
+    heads = _heads_at_once(kv_heads, sizes.group, len(q) * parts, threads)
     scores = torch.empty(threads, heads * sizes.group * PART, dtype=torch.float32)
     partials = torch.empty(len(q), kv_heads, parts, sizes.group * (STATE + sizes.value_dim), dtype=torch.float32)
     with torch._C._DisableTorchDispatch():  # keep it out of recorded steps: the kernel resets it to zeros
@@ -54,15 +66,27 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     run(_compiled(storage, sizes, pairs), tensors, (*counts, float(rule.scale), float(rule.softcap or 0.0)), threads)
 
 
-def _heads_at_once(kv_heads: int, group: int, rows: int, parts: int, threads: int) -> int:
-    """How many KV heads of a part one thread attends to page by page.
+def _heads_at_once(kv_heads: int, group: int, units: int, threads: int) -> int:
+    """How many KV heads of a part one thread may attend to page by page, of `units` parts of rows.
 
-    One row's pages are then read as they are in memory: with 16,384 tokens and 8 KV heads, 1.2 times as fast. Rows that
-    share a prompt find a single head's keys in the core's cache.
+    Pages are then read as they are in memory: with 8 KV heads, 1.3 times as fast.
     """
-    wanted = kv_heads if threads == 1 else kv_heads * parts // (UNITS * threads)
-    most = max(1, min(wanted, MAX_HEADS // group)) if rows == 1 else 1
+    wanted = kv_heads if threads == 1 else kv_heads * units // (UNITS * threads)
+    most = max(1, min(wanted, MAX_HEADS // group))
     return max(each for each in range(1, most + 1) if kv_heads % each == 0)
+
+
+@njit(error_model="numpy")
+def _share_pages(tables, table_stride, lengths) -> bool:
+    """Whether a row begins with the same page as the first row or the one before it."""
+    first, last = np.int32(-1), np.int32(-1)
+    for row in range(len(lengths)):
+        page = carray(pointer(tables + row * table_stride * 4), (1,), np.int32)[0]
+        if lengths[row] > 0:  # else a padding row
+            if page in (first, last):
+                return True
+            first, last = (page if first < 0 else first), page
+    return False
 
 
 @functools.cache
@@ -83,6 +107,8 @@ def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None) -> Kernel:
         steps = kv_heads * key_dim * size, kv_heads * value_dim * size
         lengths = carray(pointer(args[4]), (rows,), np.int32)
         scores = args[6] + thread * heads * group * PART * WORD
+        if _share_pages(tables, table_stride, lengths):
+            heads = np.int64(1)  # the rows find a head's keys in the core's cache
         whole, done = np.int64(0), np.int64(0)
         for row in range(rows):
             first, _, parts = _extent(np.int64(lengths[row]), window, align)
@@ -138,6 +164,7 @@ def _attend(size: int, sizes: Sizes, loops: Loops) -> Any:
         table, page, keys, values, (key_step, value_step) = pages
         begin, first, end = part
         scale, softcap = rule
+        distance = min(AHEAD, heads)
         blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
         sums, sums_step = partial[0] + group * STATE * WORD, partial[1]
         for head in range(heads):
@@ -147,10 +174,12 @@ def _attend(size: int, sizes: Sizes, loops: Loops) -> Any:
         at, last = begin, (end - 1) // page
         while at < end:
             tokens, start = min(page - at % page, end - at), np.int64(blocks[at // page]) * page
-            ahead = keys + np.int64(blocks[min(at // page + 1, last)]) * page * key_step
             key, own = keys + (start + at % page) * key_step, scores + (at - begin) * WORD
+            # Less this page's heads, which are counted first.
+            ahead = keys + np.int64(blocks[min(at // page + 1, last)]) * page * key_step - heads * key_size
             for head in range(heads):
-                given, found, later = query + head * query_size, own + head * scores_size, ahead + head * key_size
+                given, found, next_head = query + head * query_size, own + head * scores_size, head + distance
+                later = (key if next_head < heads else ahead) + next_head * key_size
                 score(key + head * key_size, key_step, tokens, given, scale, found, later)
             at += tokens
         for head in range(heads):
@@ -159,10 +188,11 @@ def _attend(size: int, sizes: Sizes, loops: Loops) -> Any:
         at = first
         while at < end:
             tokens, start = min(page - at % page, end - at), np.int64(blocks[at // page]) * page
-            ahead = values + np.int64(blocks[min(at // page + 1, last)]) * page * value_step
             value, own = values + (start + at % page) * value_step, scores + (at - begin) * WORD
+            ahead = values + np.int64(blocks[min(at // page + 1, last)]) * page * value_step - heads * value_size
             for head in range(heads):
-                weights, later = own + head * scores_size, ahead + head * value_size
+                weights, next_head = own + head * scores_size, head + distance
+                later = (value if next_head < heads else ahead) + next_head * value_size
                 add(value + head * value_size, value_step, tokens, weights, sums + head * sums_step, later)
             at += tokens
 
@@ -179,12 +209,14 @@ def _weigh(scores, group, count, softcap, states) -> None:
             for i in range(count):
                 # softcap * tanh(score / softcap)
                 row[i] = softcap - 2 * softcap / (exponential(2 * row[i] / softcap) + ONE)
-        top, total = np.float32(LOWEST), np.float32(0)
+        greatest = order_of(np.float32(LOWEST))
         for i in range(count):
-            top = row[i] if row[i] > top else top  # a NaN makes the sum NaN
+            greatest = max(greatest, order_of(row[i]))
+        top, total = number_of(greatest), np.float32(0)
         for i in range(count):
-            row[i] = exponential(row[i] - top)
-            total += row[i]
+            weight = exponential(row[i] - top)  # a NaN makes the sum NaN
+            row[i] = weight
+            total += weight
         state[0], state[1] = top, total
 
 

@@ -72,7 +72,7 @@ def products(
     def add(number: Any, totals: Sequence[Any]) -> list[Any]:
         if ahead:
             start, step = ahead
-            v.prefetch(builder, builder.add(start, builder.mul(number, step)))
+            v.prefetch(builder, builder.add(start, builder.mul(number, step)), 2)
         first = at(weights, number, weights_step)
         read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, BF16) for each in range(VECTORS)]
         words = [v.load(builder, at(row, number, row_step), INT32, BF16) for row in rows]

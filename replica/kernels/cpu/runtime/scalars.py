@@ -80,7 +80,7 @@ def float_of(_, _bits) -> Lowering:
 @intrinsic
 def prefetch_line(_, _address) -> Lowering:
     def generate(context, builder, _signature, arguments) -> Any:
-        prefetch(builder, arguments[0])
+        prefetch(builder, arguments[0], 1)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -123,6 +123,25 @@ def exponential(x) -> np.float32:
     polynomial = ((((P0 * rest + P1) * rest + P2) * rest + P3) * rest + P4) * rest + P5
     scale = float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
     return (polynomial * rest * rest + rest + ONE) * scale
+
+
+@njit(error_model="numpy")
+def order_of(x) -> np.int32:
+    """An int32 that orders float32 numbers: LLVM vectorizes the maximum of integers. NaN is above or below all others.
+
+    `number_of` is its inverse.
+    """
+    return _flipped(np.int32(bits_of(x)))
+
+
+@njit(error_model="numpy")
+def number_of(order) -> np.float32:
+    return float_of(np.uint32(_flipped(order)))
+
+
+@njit(error_model="numpy")
+def _flipped(bits) -> np.int32:
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @njit(error_model="numpy")

@@ -146,12 +146,12 @@ def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
     return value
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Prefetch the cache line of an address into the L2 cache. Invalid addresses are ignored."""
+def prefetch(builder: Any, address: Any, level: int) -> None:
+    """Prefetch the cache line of an address into the L1 or L2 cache (`level`). Invalid addresses are ignored."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT32, INT32, INT32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, l2_cache, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, l2_cache, data])
+    read, locality, data = (ir.Constant(INT32, value) for value in (0, 4 - level, 1))
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, locality, data])
 
 
 def store(builder: Any, value: Any, address: Any, alignment: int) -> None:

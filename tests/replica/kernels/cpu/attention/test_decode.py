@@ -1,10 +1,11 @@
 """Decode attention on a CPU equals float64, with native and with widened instructions."""
 
+import numpy as np
 import pytest
 import torch
 
 from homing.replica.kernels.base import PagedRows, TorchKernels
-from homing.replica.kernels.cpu.attention.decode import decode
+from homing.replica.kernels.cpu.attention.decode import _share_pages, decode
 from homing.replica.kernels.cpu.attention.decode_loops import PART, fills_vectors
 from homing.replica.kernels.cpu.runtime.call_recording import Arena, record
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
@@ -55,11 +56,17 @@ def test_softcap_and_sinks_equal_plain_torch(shape):
     assert torch.equal(out[2], torch.zeros_like(out[2]))
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 4), (BFLOAT16, 6)], ids=str)
-def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(dtype, heads):
-    """Bit for bit, also in a repeatedly run recorded step: threads share the row, and the last one merges it."""
+def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(dtype, heads, shared):
+    """Bit for bit, also in a repeatedly run recorded step: threads share the row, and the last one merges it.
+
+    Rows that share pages are computed one head at a time, others all heads of a page together.
+    """
     shape, lengths = Shape(heads=heads, dtype=dtype), [3, 3 * PART + 5, PART, 900]
     rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), heads, shape.key_dim).to(dtype)
+    if shared:
+        rows.tables[2] = rows.tables[1]
     rule, before = AttentionRule(0.2), torch.get_num_threads()
 
     def attended(first, stop):
@@ -77,6 +84,24 @@ def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(
     torch.set_num_threads(before)
 
     assert all(torch.equal(each, alone) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("first_pages", "lengths", "share"),
+    [
+        ([1, 2, 3], [5, 5, 5], False),
+        ([1, 2, 2], [5, 5, 5], True),
+        ([1, 2, 1], [5, 5, 5], True),
+        ([0, 3, 0], [0, 5, 0], False),
+        ([4], [9], False),
+        ([], [], False),
+    ],
+)
+def test_rows_share_pages_if_they_begin_with_the_same_one(first_pages, lengths, share):
+    """Padding rows have no pages, whatever their tables hold."""
+    tables = np.array([[page, 7] for page in first_pages], dtype=np.int32).reshape(-1, 2)
+
+    assert _share_pages(tables.ctypes.data, 2, np.array(lengths, dtype=np.int32)) == share
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from homing.replica.kernels.base import PagedRows
 from homing.replica.kernels.cpu.attention.decode import decode
 from homing.replica.kernels.cpu.pointwise import add_rms_norm
-from homing.replica.kernels.cpu.runtime.scalars import exponential, storage_of
+from homing.replica.kernels.cpu.runtime.scalars import exponential, number_of, order_of, storage_of
 from homing.replica.models.base import AttentionRule
 
 
@@ -27,6 +27,17 @@ def test_exponential_saturates_and_hides_no_nan():
     assert 0 <= exponential(np.float32(-math.inf)) < 1e-37
     assert exponential(np.float32(math.inf)) > 1e38
     assert math.isnan(exponential(np.float32(math.nan)))
+
+
+def test_order_of_numbers_is_that_of_their_integers():
+    """Loops take the maximum of the integers: -0.0 is below 0.0, and a NaN is beyond infinity, on its sign's side."""
+    numbers = np.float32([-math.inf, -3.4e38, -1.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.5, 3.4e38, math.inf, math.nan])
+
+    orders = [order_of(number) for number in numbers]
+
+    assert orders == sorted(set(orders))
+    assert order_of(np.float32(-math.nan)) < orders[0]
+    np.testing.assert_array_equal([number_of(order) for order in orders], numbers)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.00390625, 1.01171875, 3.3e38, math.inf, -math.inf, math.nan], ids=str)
