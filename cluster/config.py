@@ -57,7 +57,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "GPUs for a rank, or a part of one; 0: one if there are any",
     ] = 0.0
     start_timeout_s: Annotated[float, Meta(gt=0), "seconds in which a replica must be ready"] = 600.0
-    health_interval_s: Annotated[float, Meta(gt=0), "seconds between health checks of a rank"] = 2.0
     health_timeout_s: Annotated[float, Meta(gt=0), "seconds without an answer after which a rank has failed"] = 30.0
     step_timeout_s: Annotated[
         float,
@@ -186,6 +185,23 @@ PATHS = frozenset(
         *("events_curve_keys", "tokenizer", "engine_python"),
     }
 )
+#: Settings that are gone, and what happens instead. A setting with a similar name would often mean something else.
+REMOVED = {
+    "eviction": "the block that was idle longest is evicted first",
+    "health_interval_s": "ranks are asked every 2 s",
+    "max_unsent_bytes": "a client that leaves 1 MiB unread is disconnected",
+    "pin_ttl_s": "cache_control without a ttl keeps a prefix for 5 minutes",
+    "prefill_step_tokens": "a step takes prompts for about 0.1 s",
+    "publish_queue_batches": "10,000 batches are queued",
+    "reservation_timeout_s": "blocks are held for a waiting request until it runs",
+    "response_store_count": "response_store_bytes and response_store_age_s bound the store",
+    "restart_backoff_limit_s": "the pause between restarts grows to 30 s",
+    "restart_backoff_s": "the pause before the second restart is 1 s",
+    "send_high_water_mark": "100,000 messages are queued for each subscriber",
+    "stable_after_s": "what served for 10 s restarts without a pause",
+    "stall_timeout_s": "a client that reads nothing for 30 s is disconnected",
+    "warm_up_bytes": "recent prompts take up to 8 MiB; warm_up_share 0 keeps none",
+}
 #: Settings that cannot be shared by several models.
 _NAMES = ("model", "served_model_name")
 
@@ -281,6 +297,12 @@ def router_url(router: RouterSettings, port: int) -> str:
     return f"{'https' if router.tls_cert_file else 'http'}://{name}:{port}"
 
 
+def removed(word: str) -> str:
+    """Return `; it was removed: WHY` for a key, flag or variable of a setting that is gone, else an empty string."""
+    name = word.removeprefix(VARIABLE_PREFIX).removeprefix("--").removeprefix("no-").replace("-", "_").lower()
+    return f"; it was removed: {REMOVED[name]}" if name in REMOVED else ""
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean X?`, or an empty string when no word is similar."""
     found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
@@ -296,7 +318,9 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     given = {}
     for variable, value in environ.items():
         if variable.startswith(VARIABLE_PREFIX) and variable not in known:
-            raise SettingsError(f"environment variable {variable}: no such setting{nearest(variable, known)}")
+            raise SettingsError(
+                f"environment variable {variable}: no such setting{removed(variable) or nearest(variable, known)}"
+            )
         if name := known.get(variable):
             given[name] = SourcedValue(value, f"environment variable {variable}", typed=False)
     return given
@@ -351,7 +375,7 @@ def _entry(path: Path, where: str, entry: Any) -> dict[str, SourcedValue]:
         if key in COMMON and key != MODEL_NAME:
             raise SettingsError(f"{path}: {where}.{key}: all models share this setting{_section_hint(key)}")
         if name not in SETTINGS:
-            hint = f"; put its settings next to {MODEL_NAME}, without sections" if key in SECTIONS else ""
+            hint = f"; put its settings next to {MODEL_NAME}, without sections" if key in SECTIONS else removed(key)
             raise SettingsError(
                 f"{path}: {where}.{key}: no such setting{hint or nearest(key, SETTINGS.keys() - COMMON)}"
             )
@@ -370,7 +394,7 @@ def _sections(path: Path, sections: Mapping[Any, Any]) -> dict[str, SourcedValue
         own = [setting.name for setting in SETTINGS.values() if setting.section == section]
         for key, value in (content or {}).items():
             if key not in own:
-                hint = _section_hint(str(key)) or nearest(str(key), own)
+                hint = _section_hint(str(key)) or removed(str(key)) or nearest(str(key), own)
                 raise SettingsError(f"{path}: no setting {str(key)!r} in section {section!r}{hint}")
             given[key] = SourcedValue(value, f"{path}, {section}.{key}", typed=True)
     return given

@@ -30,8 +30,6 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(pattern=r"^([^{}]|\{(epoch|host|model|replica)\})*$"),
         "topic on events_port, with {epoch}, {host}, {model}, {replica}; empty: as the preset",
     ] = ""
-    publish_queue_batches: Annotated[int, Meta(ge=1), "batches queued for sending before some are lost"] = 10_000
-    send_high_water_mark: Annotated[int, Meta(ge=1), "messages queued for each subscriber"] = 100_000
     events_curve_keys: Annotated[str, "folder of CURVE keys, made by `homing keys`; empty: not encrypted"] = ""
     events_curve_clients: Annotated[Literal["listed", "any"], "who may connect: listed keys, or any"] = "listed"
     heartbeat_interval_s: Annotated[float, Meta(gt=0, le=10), "seconds between heartbeats"] = 0.2

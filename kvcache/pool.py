@@ -2,6 +2,23 @@
 
 Pure bookkeeping that does not depend on the meaning of hashes, on requests or on the KV itself. All records are created
 at the start; no operation creates one later.
+
+The cache makes these transitions and no others; tests read this table.
+
+| from | event | to | when |
+|---|---|---|---|
+| free | allocate | live | a request takes it |
+| live | commit | live | its KV is computed: it gets its hash and can be hit |
+| live | share | live | another request's prompt hits it |
+| live | release | live | one of several users releases it |
+| live | release | cached and free | the last user releases a block with a hash |
+| live | release | free | the last user releases it; no hash, or another copy is live |
+| cached and free | touch | live | a prompt hits it |
+| cached and free | evict | live | a request takes it because no free block is left |
+| cached and free | supersede | free | a request commits another copy of it |
+| cached and free | reset | free | the cache is emptied |
+
+Block 0 is padding: no request gets it, and `total_blocks` does not count it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +35,7 @@ Siblings = dict[BlockHash, None]
 
 
 class BlockState(Enum):
-    """State of a block. docs/kvcache.md has the table of transitions, which the tests check."""
+    """State of a block; the transitions are above."""
 
     FREE = "free"  #: holds no reusable KV; allocated first
     LIVE = "live"  #: in at least one request's block table, or held for a waiting request

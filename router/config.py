@@ -135,7 +135,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(ge=0, le=1),
         "share of a new replica's cache that is filled before it serves",
     ] = 0.25
-    warm_up_bytes: Annotated[int, Meta(ge=0), "memory for recent prompts, for warm-ups; 0: none"] = 8 * 1024 * 1024
     pin_max_ttl_s: Annotated[float, Meta(gt=0), "longest ttl of cache_control"] = 3600.0
     access_log: Annotated[
         str,
@@ -154,5 +153,3 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls_cert_file: Annotated[str, "PEM file with the certificate chain; empty: plain HTTP"] = ""
     tls_key_file: Annotated[str, "PEM file with the key; empty: in tls_cert_file"] = ""
     read_timeout_s: Annotated[float, Meta(gt=0), "seconds to receive an HTTP request"] = 60.0
-    stall_timeout_s: Annotated[float, Meta(gt=0), "seconds without reading after which a client is disconnected"] = 30.0
-    max_unsent_bytes: Annotated[int, Meta(ge=64 * 1024), "unread bytes at which a client is disconnected"] = 1024 * 1024

@@ -1,6 +1,6 @@
 """The router's Prometheus metrics: plain numbers, rendered on request.
 
-`FAMILIES` has the same rows as the table in docs/metrics.md (a test compares them). Load reports carry the replicas'
+`FAMILIES` has the same metrics as the table in docs/metrics.md (a test compares them). Load reports carry the replicas'
 totals. A rebuilt replica starts at zero under a new epoch, but the totals here continue.
 """
 

@@ -134,7 +134,7 @@ def parse(words: Sequence[str], out: TextIO = sys.stdout) -> Invocation:
 
 
 def _message(error: CycloptsError) -> str:
-    from ..config import nearest
+    from ..config import nearest, removed
 
     command = " ".join(error.command_chain or ())
     where, help_command = (f"{command}: ", f"homing {command} --help") if command else ("", "homing --help")
@@ -147,7 +147,8 @@ def _message(error: CycloptsError) -> str:
             word = (error.token.keyword or error.token.value).partition("=")[0]
             flags = [name for argument in error.argument_collection for name in argument.names]
             ours = VLLM_FLAGS.get(word) if "--block-size" in flags else None
-            hint = f"; {ours}" if ours else nearest(word, [flag for flag in flags if flag.startswith("--")])
+            hint = f"; {ours}" if ours else removed(word) if "--block-size" in flags else ""
+            hint = hint or nearest(word, [flag for flag in flags if flag.startswith("--")])
             return f"{where}unknown argument {word}{hint}"
         case UnusedCliTokensError(unused_tokens=[word, *_]):
             return f"{where}unknown argument {word} (see: {help_command})"

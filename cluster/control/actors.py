@@ -30,7 +30,7 @@ from ..config import ClusterSettings
 from ..logs import log_to_file
 from ..registry import ProcessMark
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
-from .control_messages import ClusterModel, Failed, Listening, Models, RankSpec, Rendezvous, Started
+from .control_messages import HEALTH_INTERVAL_S, ClusterModel, Failed, Listening, Models, RankSpec, Rendezvous, Started
 from .stopped_process import until_stopped
 
 log = logging.getLogger(__name__)
@@ -299,11 +299,11 @@ async def until_failed(actor: Any) -> str:
     return failed.message
 
 
-async def until_silent(actor: Any, cluster: ClusterSettings) -> str:
+async def until_silent(actor: Any, cluster: ClusterSettings, interval_s: float = HEALTH_INTERVAL_S) -> str:
     """Ping an actor until it does not answer in time; returns a message for the user. Raises RayError if it died."""
     try:
         while True:
-            await asyncio.sleep(cluster.health_interval_s)
+            await asyncio.sleep(interval_s)
             await asyncio.wait_for(actor.ping.remote(), cluster.health_timeout_s)
     except TimeoutError:
         return f"no answer for {cluster.health_timeout_s:g} s"

@@ -10,6 +10,8 @@ from ..logs import LogFormat
 #: Names of the two actors in the cluster's namespace.
 SUPERVISOR = "supervisor"
 CONTROLLER = "controller"
+#: Seconds between health checks of a rank.
+HEALTH_INTERVAL_S = 2.0
 #: What a router may do with a replica: send requests, only fill its cache, or start nothing new.
 Role = Literal["serving", "warming", "draining"]
 

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 * 1024
 #: Interval of retrying to send an answer while a slow reader's queue is full.
 _RETRY_S = 0.005
+#: Batches queued for the thread before some are lost, and messages queued for each subscriber.
+QUEUED_BATCHES, QUEUED_MESSAGES = 10_000, 100_000
 #: Snapshot chunks queued per reader; a chunk with token ids has about 200 KiB.
 _SNAPSHOT_PARTS_QUEUED = 32
 #: Mailbox entries sent before requests and heartbeats are handled.
@@ -113,6 +115,8 @@ class EventPublisher:
         ipc_dir: Path | None = None,
         keys: ServerKeys | None = None,
         clock: Callable[[], float] = time.time,
+        queued_batches: int = QUEUED_BATCHES,
+        queued_messages: int = QUEUED_MESSAGES,
     ) -> None:
         self._settings = settings
         self._host = host
@@ -121,7 +125,8 @@ class EventPublisher:
         self._keys = keys
         self._clock = clock
         self._step: Step = []
-        self._mailbox = Mailbox(settings.publish_queue_batches)
+        self._queued_batches, self._queued_messages = queued_batches, queued_messages
+        self._mailbox = Mailbox(queued_batches)
         self._log = EventLog(settings, epoch=epoch, block_size=block_size)
         self._fixed = fixed_stream(settings, Publisher(epoch, host, model, replica))
         self._load: LoadReport | None = None
@@ -140,10 +145,10 @@ class EventPublisher:
             addresses = [tcp_address(self._host)] * len(SOCKET_NAMES)
         else:
             addresses = [ipc_address(self._ipc_dir, self._epoch, name) for name in SOCKET_NAMES]
-        sockets = self._sockets = _Sockets(self._settings, addresses, events_topic(self._epoch), self._keys)
+        sockets = self._sockets = _Sockets(self._queued_messages, addresses, events_topic(self._epoch), self._keys)
         if self._fixed is not None:
             try:
-                sockets.add_fixed(self._host, self._fixed, self._settings.send_high_water_mark)
+                sockets.add_fixed(self._host, self._fixed, self._queued_messages)
             except EndpointUnusable:
                 sockets.close()
                 raise
@@ -177,8 +182,7 @@ class EventPublisher:
             return
         step, self._step = self._step, []
         if not self._mailbox.put(step) and (lost := self._mailbox.lost_batches).bit_count() == 1:  # 1, 2, 4, 8, ...
-            queue = self._settings.publish_queue_batches
-            log.warning("events_lost epoch=%x batches=%d queue=%d", self._epoch, lost, queue)
+            log.warning("events_lost epoch=%x batches=%d queue=%d", self._epoch, lost, self._queued_batches)
         self._wake()
 
     def report(self, load: LoadReport) -> None:
@@ -293,9 +297,7 @@ class _Stream:
 class _Sockets:
     """The publisher's sockets, on a separate context: closing it removes all its sockets, threads and files."""
 
-    def __init__(
-        self, settings: EventsSettings, addresses: Sequence[str], topic: bytes, keys: ServerKeys | None
-    ) -> None:
+    def __init__(self, queued_messages: int, addresses: Sequence[str], topic: bytes, keys: ServerKeys | None) -> None:
         self._context = zmq.Context()
         self._keys = keys
         #: None when encryption is off or every client is accepted
@@ -304,7 +306,7 @@ class _Sockets:
         )
         # libzmq leaves the files of a closed context, but an address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
-        pub = self._socket(zmq.PUB, settings.send_high_water_mark)
+        pub = self._socket(zmq.PUB, queued_messages)
         self._state = self._socket(zmq.PUB, 1000)
         replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, _SNAPSHOT_PARTS_QUEUED)
         self._sockets = [pub, replay, self._state, snapshot]

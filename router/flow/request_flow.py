@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 PRESSING_WAIT_S = 0.5
 #: A request that could not be sent so often fails; each time, the replica chosen was about to leave routing.
 MAX_UNSENT = 64
+#: Memory for recent prompts, for warm-ups and the live page.
+HOT_PREFIX_BYTES = 8 * 1024 * 1024
 
 
 class FlowStart(msgspec.Struct, frozen=True):
@@ -94,7 +96,7 @@ class RequestFlow:
     ) -> None:
         self.placement = placement
         self.counters = counters
-        self.hot_prefixes = HotPrefixes(block_size, settings.warm_up_bytes if settings.warm_up_share else 0)
+        self.hot_prefixes = HotPrefixes(block_size, HOT_PREFIX_BYTES if settings.warm_up_share else 0)
         self.recent = RecentRequests()
         wire_ids = count(1)
         self.warm_ups = CacheWarmup(placement, self.hot_prefixes, counters, wire_ids)

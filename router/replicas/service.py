@@ -65,8 +65,7 @@ log = logging.getLogger(__name__)
 
 #: Settings on which the request flow's decisions depend.
 REPLAYED_SETTINGS = (
-    *("policy", "replica_silence_s", "max_waiting_requests", "request_timeout_s", "retries"),
-    *("warm_up_share", "warm_up_bytes"),
+    *("policy", "replica_silence_s", "max_waiting_requests", "request_timeout_s", "retries", "warm_up_share"),
 )
 #: Interval of checks for deadlines, overdue blocks and silent replicas.
 TICK_S = 0.05

@@ -81,10 +81,11 @@ def live(cache: PrefixCache, which: int = 0) -> None:
 def listener() -> EventPublisher:
     """A publisher whose thread does not run, so that only the engine's part is measured."""
     return EventPublisher(
-        EventsSettings(publish_queue_batches=1_000_000),
+        EventsSettings(),
         host="127.0.0.1",
         block_size=BLOCK_SIZE,
         epoch=1,
+        queued_batches=1_000_000,
     )
 
 

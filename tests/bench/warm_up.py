@@ -32,7 +32,7 @@ LIMITS = ReplicaLimits(blocks=2048, block_tokens=BLOCK_TOKENS)
 #: Interval at which the model's controller checks for changes.
 LOOK_S = 0.05
 START_S = 30.0
-#: The defaults of `warm_up_s` and `warm_up_bytes`.
+#: The default of `warm_up_s`, and `HOT_PREFIX_BYTES`.
 LONGEST_S, MEMORY_BYTES = 10.0, 8 << 20
 BEGIN_S, APART_S, AFTER_S = 120.0, 60.0, 60.0
 

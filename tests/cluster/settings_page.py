@@ -12,8 +12,8 @@ def markdown() -> str:
         "",
         "Each setting is a key of the settings file (`--config FILE` or `HOMING_CONFIG`), a flag (`--block-size 32`)",
         "and a variable (`HOMING_BLOCK_SIZE=32`); a switch is `--hash-only` or `--no-hash-only`. A flag overrides a",
-        "variable, a variable the file. Sizes are in bytes. Settings without limits are texts; an empty one is none,",
-        "unless the table says otherwise.",
+        "variable, a variable the file. Sizes are in bytes. In parentheses: other values, or the range. Numbers",
+        "without a range must not be negative; an empty text is none.",
         "",
         "```yaml",
         "kvcache:",
@@ -22,50 +22,40 @@ def markdown() -> str:
         "  replicas: 4",
         "```",
         "",
-        "Several models are listed in that file, each with the `name` that requests use and settings of its own:",
-        "",
-        "```yaml",
-        "models:",
-        "  - name: small",
-        "    model: Qwen/Qwen3-0.6B",
-        "  - name: large",
-        "    model: Qwen/Qwen3-8B",
-        "    tensor_parallel_size: 2",
-        '    autoscale: "0:4"',
-        "    block_size: 32",
-        "cluster:",
-        "  gpus_per_rank: 1",
-        "```",
+        "Several models are listed in that file under `models`, each with the `name` that requests use and settings of",
+        "its own; `deploy/models.yaml` is an example.",
         "",
         "They share the settings of section `router` and " + ", ".join(f"`{name}`" for name in SHARED) + ".",
     ]
     for section in SECTIONS:
         summary = (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]
-        lines += ["", f"## {section}", "", summary, "", "| key | default | allowed | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", summary, "", "| key | default (allowed) | meaning |", "|---|---|---|"]
         lines += [_row(setting) for setting in SETTINGS.values() if setting.section == section]
     return "\n".join(lines) + "\n"
 
 
 def _row(setting: Setting) -> str:
     default = {"": "", "True": "on", "False": "off"}.get(str(setting.default), str(setting.default))
+    allowed = _allowed(setting)
     others = setting.flags[1:]
     also = f" (also {', '.join(f'`{flag}`' for flag in others)})" if others else ""
-    return f"| `{setting.name}`{also} | {default} | {_allowed(setting)} | {setting.help} |"
+    values = " ".join(part for part in (default, allowed and f"({allowed})") if part)
+    return f"| `{setting.name}`{also} | {values} | {setting.help} |"
 
 
 def _allowed(setting: Setting) -> str:
     if allowed := (setting.meta.extra or {}).get("allowed"):
         return str(allowed)
     if setting.choices:
-        return ", ".join(setting.choices)
+        return ", ".join(each for each in setting.choices if each != setting.default)
     low, high, above, below = setting.meta.ge, setting.meta.le, setting.meta.gt, setting.meta.lt
     assert below is None, "no setting has an open upper bound yet"
     if setting.bare_type in (bool, str):
-        return "on, off" if setting.bare_type is bool else ""
+        return ""
     if low is not None and high is not None:
         return f"{low}–{high}"
     assert (low is None) != (above is None), f"{setting.name} has no lower bound"
-    return (f"> {above}" if low is None else f"≥ {low}") + (f", ≤ {high}" if high is not None else "")
+    return "" if high is None else f"> {above}, ≤ {high}" if low is None else f"≥ {low}, ≤ {high}"
 
 
 if __name__ == "__main__":

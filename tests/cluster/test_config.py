@@ -78,6 +78,7 @@ def test_a_switch_reads_words_and_digits(text: str, value: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("router: {pin_ttl_s: 1}", ["'pin_ttl_s'", "it was removed: cache_control without a ttl"]),
         ("router: {prot: 1}", ["'prot'", "'router'", "did you mean port"]),
         ("router: {block_size: 1}", ["'block_size'", "belongs in section 'kvcache'"]),
         ("rooter: {port: 1}", ["'rooter'", "did you mean router"]),
@@ -103,6 +104,7 @@ def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path, text: str,
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
+        ({"HOMING_STALL_TIMEOUT_S": "1"}, ["HOMING_STALL_TIMEOUT_S", "it was removed: a client that reads nothing"]),
         ({"HOMING_PROT": "1"}, ["HOMING_PROT", "did you mean HOMING_PORT"]),
         ({"HOMING_PORT": "x"}, ["HOMING_PORT", "'x'", "port"]),
     ],
@@ -306,6 +308,10 @@ def test_one_model_needs_no_list() -> None:
         ("models: [{name: 3, model: a}]", ["models[0].name", "3"]),
         ("models: [{name: a, model: b}, {name: a, model: c}]", ["models[1].name", "models[0] has the name 'a'"]),
         ("models: [{name: a, model: b, replica: 2}]", ["models[0].replica:", "put its settings next to name"]),
+        (
+            "models: [{name: a, model: b, stable_after_s: 2}]",
+            ["models[0].stable_after_s", "it was removed: what served"],
+        ),
         ("models: [{name: a, model: b, replcas: 2}]", ["models[0].replcas: no such setting", "did you mean replicas"]),
         ("models: [{name: a, model: b, port: 2}]", ["models[0].port: all models share this setting", "'router'"]),
         ("models: [{name: a, model: b, replicas: x}]", ["models[0].replicas", "'x' is not valid for replicas"]),

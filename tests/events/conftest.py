@@ -50,10 +50,10 @@ def make_publisher(
     folder.mkdir()
 
     def make(
-        settings: EventsSettings | None = None, *, epoch: int = 7, keys: ServerKeys | None = None
+        settings: EventsSettings | None = None, *, epoch: int = 7, keys: ServerKeys | None = None, **queues: int
     ) -> EventPublisher:
         ipc_dir = folder if request.param == "ipc" else None
-        made.append(new_publisher(settings, epoch=epoch, ipc_dir=ipc_dir, keys=keys))
+        made.append(new_publisher(settings, epoch=epoch, ipc_dir=ipc_dir, keys=keys, **queues))
         return made[-1]
 
     yield make

@@ -42,6 +42,7 @@ def new_publisher(
     epoch: int = 7,
     ipc_dir: Path | None = None,
     keys: ServerKeys | None = None,
+    **queues: int,
 ) -> EventPublisher:
     """A publisher on the loopback address with a fast heartbeat."""
     return EventPublisher(
@@ -51,6 +52,7 @@ def new_publisher(
         epoch=epoch,
         ipc_dir=ipc_dir,
         keys=keys,
+        **queues,
     )
 
 

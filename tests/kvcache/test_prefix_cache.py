@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from homing.kvcache import pool
 from homing.kvcache.errors import PoolTooSmall, StaleMatch
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.holds import MAX_AWAITING
@@ -686,10 +686,10 @@ def test_the_middle_of_a_chain_is_no_copy_of_a_start(cache: PrefixCache, mirror:
 # --- every transition of the table, and no other -------------------------------------------------------------------
 
 Snapshot = dict[int, BlockState]
-#: Rows of the table in the docs: from, event, to.
+#: Rows of the table in pool.py: from, event, to.
 TRANSITIONS = [
     (BlockState(cells[1]), cells[2], BlockState(cells[3]))
-    for line in (Path(__file__).parents[2] / "docs" / "kvcache.md").read_text(encoding="utf-8").splitlines()
+    for line in (pool.__doc__ or "").splitlines()
     if line.startswith("| ")
     and len(cells := [cell.strip() for cell in line.split("|")]) == 6
     and cells[1] in {state.value for state in BlockState}

@@ -46,7 +46,7 @@ from ....router.text.export import load_parts
 from ...config import Settings
 from ...errors import EngineLost, StartFailed
 from ...model_source import model_limits, text_folder
-from ..control_messages import RankSpec
+from ..control_messages import HEALTH_INTERVAL_S, RankSpec
 from .command import EnginePlace, EventAddresses, command, environment
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class EngineServer(RankServer):
         self.description: ReplicaDescription = description
         self._process = process
         self._kind = settings.replica.engine
-        self._interval_s = settings.cluster.health_interval_s
+        self.interval_s = HEALTH_INTERVAL_S
         self._timeout_s = settings.cluster.health_timeout_s
         self._stopping = False
 
@@ -136,7 +136,7 @@ class EngineServer(RankServer):
         """Watch the engine until it exits. Raises EngineLost unless it was stopped."""
         healthy_at = time.monotonic()
         try:
-            while not self._process.ended.wait(self._interval_s):
+            while not self._process.ended.wait(self.interval_s):
                 problem = self._health_problem()
                 if not problem:
                     healthy_at = time.monotonic()

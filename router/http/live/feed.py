@@ -2,7 +2,7 @@
 
 They are computed once for all viewers, at most once a second, and not at all without viewers. The pause after each
 computation grows with its cost, so that viewers never cost more than a hundredth of a core. The HTTP server disconnects
-a viewer that does not read, like any other client (`max_unsent_bytes`, `stall_timeout_s`).
+a viewer that does not read, like any other client.
 """
 
 import asyncio

@@ -44,6 +44,8 @@ MAX_PIPELINED = 32
 LINGER_S = 2.0
 #: How long a connection may be idle.
 KEEP_ALIVE_S = 75.0
+#: Seconds without reading, and unread bytes, after which a client is disconnected.
+STALLED_S, MAX_UNSENT_BYTES = 30.0, 1024 * 1024
 #: Maximum number of lines in a head or in trailers; clients and proxies send fewer than 50.
 MAX_HEADER_LINES = 256
 #: Chunks of a body that may have any size; from the next one on, the mean size must be `MIN_CHUNK_BYTES` or more.
@@ -456,7 +458,7 @@ class HttpConnection(asyncio.Protocol):
         if transport.is_closing():
             return
         # This piece itself does not count: a response in one piece may have any size.
-        if self._write_paused and transport.get_write_buffer_size() > self._settings.max_unsent_bytes:
+        if self._write_paused and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._cut("unsent")
             return
         transport.write(data)
@@ -522,7 +524,7 @@ class HttpConnection(asyncio.Protocol):
         settings, unsent = self._settings, self._transport.get_write_buffer_size()
         if not unsent or self._sent - unsent != self._accepted:
             self._accepted, self._accepted_at = self._sent - unsent, now
-        if now - self._accepted_at > settings.stall_timeout_s:
+        if now - self._accepted_at > STALLED_S:
             self._cut("stalled")
         elif self._exchange is not None or self._transport.is_closing():
             return

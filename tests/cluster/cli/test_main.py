@@ -62,6 +62,7 @@ def test_scale_takes_a_number_and_before_it_a_model(words: list[str]) -> None:
     [
         (["serv"], "no command 'serv'; did you mean serve?"),
         (["serve", "--prt", "1"], "unknown argument --prt; did you mean --port?"),
+        (["serve", "--pin-ttl-s", "1"], "unknown argument --pin-ttl-s; it was removed: cache_control without a ttl"),
         (["serve", "--prt=1"], "unknown argument --prt; did you mean --port?"),
         (["serve", "--port"], "--port requires an argument (see: homing serve --help)"),
         (["serve", "--replicas", "none"], "flag --replicas: 'none'"),

@@ -132,7 +132,8 @@ async def test_batches_that_the_publisher_lost_are_made_good_by_a_snapshot(
     make_publisher: Publishers, follow: Feeds, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When the queue overflows, the numbers show the gap, and the reader ends with exactly the publisher's set."""
-    publisher, sink = make_publisher(EventsSettings(publish_queue_batches=1, heartbeat_interval_s=0.05)), FoldingSink()
+    publisher = make_publisher(EventsSettings(heartbeat_interval_s=0.05), queued_batches=1)
+    sink = FoldingSink()
     feed = follow(publisher.start(), sink)
     await until(lambda: sink.live)
 
@@ -166,8 +167,8 @@ async def test_a_reset_reaches_readers_while_the_engine_is_idle(
 
 async def test_a_reader_past_the_high_water_mark_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
     """The reader pauses while the publisher sends more than its socket queues; the publisher never waits."""
-    settings = EventsSettings(send_high_water_mark=10, replay_batches=100, heartbeat_interval_s=0.05)
-    publisher, sink = make_publisher(settings), FoldingSink()
+    settings = EventsSettings(replay_batches=100, heartbeat_interval_s=0.05)
+    publisher, sink = make_publisher(settings, queued_messages=10), FoldingSink()
     feed = follow(publisher.start(), sink)
     await until(lambda: sink.live)
 

@@ -137,7 +137,7 @@ def test_steps_beyond_the_queue_are_numbered_holes_and_the_snapshot_stays_exact(
     make_publisher: Publishers, connect: Connect
 ) -> None:
     """The engine does not wait; readers detect the gap and can recover from a snapshot."""
-    publisher = make_publisher(EventsSettings(publish_queue_batches=3, heartbeat_interval_s=0.05))
+    publisher = make_publisher(EventsSettings(heartbeat_interval_s=0.05), queued_batches=3)
     for number in range(1, 11):  # before the thread runs, so that the queue is certain to fill
         store(publisher, number)
         publisher.flush()

@@ -294,7 +294,7 @@ class World:
         self.forgot = False  #: whether a replica forgot requests
         kinds = {"kill": 2, "drain": 2, "stop": 2, "disconnect": 2, "forget": 1}
         self._accidents = {kind: rng.choice((0, weight)) for kind, weight in kinds.items()}
-        self.settings = RouterSettings(max_waiting_requests=1000, retries=rng.choice((3, 16)), warm_up_bytes=1 << 20)
+        self.settings = RouterSettings(max_waiting_requests=1000, retries=rng.choice((3, 16)))
         self.counters = RouterCounters()
         self.placement = Placement(
             make_policy(self.policy),

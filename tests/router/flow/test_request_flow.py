@@ -66,7 +66,7 @@ class World:
     ) -> None:
         self.external, self.slots = external, slots
         self.now = 0.0
-        settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
+        settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries)
         self.placement = Placement(
             make_policy("expected-ttft"),
             router_id="me",

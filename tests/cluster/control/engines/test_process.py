@@ -38,7 +38,6 @@ def rank_spec(folder: Path, engine_args: str = "", **flags: str) -> RankSpec:
         "engine_args": engine_args,
         "served_model_name": "demo",
         "replicas": "1",
-        "health_interval_s": "0.05",
         "max_running_requests": "8",
         "max_batched_tokens": "512",
     }
@@ -48,7 +47,9 @@ def rank_spec(folder: Path, engine_args: str = "", **flags: str) -> RankSpec:
 
 
 def started(folder: Path, engine_args: str = "", **flags: str) -> EngineServer:
-    return start_engine(rank_spec(folder, engine_args, **flags), demo_model_path(), folder, "127.0.0.1")
+    server = start_engine(rank_spec(folder, engine_args, **flags), demo_model_path(), folder, "127.0.0.1")
+    server.interval_s = 0.05
+    return server
 
 
 def until(met: Callable[[], object], what: str) -> None:

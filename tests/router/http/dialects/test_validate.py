@@ -53,9 +53,8 @@ OTHERS = set(
     host port served_model_name model_aliases policy backend engines events replay backend_model backend_key_file
     engine_chat backend_max_requests api_keys_file api_key max_body_bytes embedding_pooling response_store
     response_store_bytes response_store_age_s request_history request_history_bytes chat_template
-    token_cache_bytes max_waiting_requests replica_silence_s retries warm_up_share warm_up_bytes access_log
-    otlp_endpoint allowed_hosts cors_origins tls_cert_file tls_key_file read_timeout_s stall_timeout_s max_unsent_bytes
-    max_answer_values
+    token_cache_bytes max_waiting_requests replica_silence_s retries warm_up_share access_log
+    otlp_endpoint allowed_hosts cors_origins tls_cert_file tls_key_file read_timeout_s max_answer_values
     """.split()
 )
 

@@ -20,6 +20,7 @@ from homing.router.http.protocol.connection import (
     MAX_HEAD_BYTES,
     MAX_HEADER_LINES,
     MAX_PIPELINED,
+    STALLED_S,
     WRITTEN_BYTES,
     HttpConnection,
 )
@@ -29,7 +30,7 @@ from homing.router.http.protocol.server import HttpServer
 HANG_S = 120
 #: Maximum connections per client, and maximum bytes held for large bodies across all connections.
 PER_CLIENT, MAX_HELD_BYTES = 40, 250_000
-LIMITS = RouterSettings(max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5)
+LIMITS = RouterSettings(max_body_bytes=100_000, read_timeout_s=10)
 
 
 class Handler:
@@ -640,7 +641,7 @@ async def test_a_finished_answer_that_nobody_reads_is_dropped(rig: Rig):
     await asyncio.sleep(0.05)
     connection.watch(now + 1)
     assert rig.handler.cuts == []
-    connection.watch(now + 2 * LIMITS.stall_timeout_s)
+    connection.watch(now + 2 * STALLED_S)
 
     assert rig.handler.cuts == ["stalled"]
     await rig.until(lambda: not rig.server.connections)
@@ -659,7 +660,7 @@ async def test_a_client_that_reads_slowly_but_reads_is_served(rig: Rig):
     while unsent := connection._transport.get_write_buffer_size():
         while connection._transport.get_write_buffer_size() == unsent:
             read += len(await client.reader.read(400_000))
-        now += LIMITS.stall_timeout_s * 0.9
+        now += STALLED_S * 0.9
         connection.watch(now)
     await client.reader.readexactly(len(body) - read)
 
