@@ -140,7 +140,7 @@ class ExternalBlocks:
         return gone
 
     def trimmed(self) -> list[int]:
-        """Drop the least recently used copies beyond what the engine can hold; returns the keys to remove from the index."""
+        """Drop what was unused longest beyond what the engine can hold; returns the keys to remove from the index."""
         gone: list[int] = []
         while (excess := len(self._on_gpu) - self.capacity) > 0:
             gone += self._drop_unused([each for each in self._copies if each.medium == GPU], excess)
