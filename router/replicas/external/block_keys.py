@@ -10,7 +10,8 @@ never announced (we subscribed late, or its batch was lost for good) or if there
 handle: sliding-window groups skip blocks, and vLLM's offloading connector announces copies in CPU memory by handle
 only. Such copies are credited once another group or medium announces the handle's content; the rest are only counted.
 
-Memory is bounded whatever an engine announces: beyond what it can hold, `trimmed` drops the oldest copies.
+Memory is bounded whatever an engine announces: beyond what it can hold, `trimmed` drops the ends of the chains that
+were extended least recently, so that a prefix that is in use stays.
 
 `hit` applies the engine's rules (hit_rules.py). The index holds only the blocks in GPU memory, and is sufficient for an
 engine with one rank, one full-attention group and no other medium.
@@ -18,7 +19,6 @@ engine with one rank, one full-attention group and no other medium.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -35,7 +35,9 @@ _FULL_ATTENTION = GroupRule()
 _ONE_GROUP = {0: _FULL_ATTENTION}
 #: Copies in all places for each block in GPU memory: host memory and disks are larger. Not tuned.
 COPIES_PER_BLOCK = 16
-#: Blocks of further ranks, media and groups are not credited.
+#: `trimmed` also drops one in this many copies that would fit, so that it rarely has work: it looks at all of them.
+TRIMMED_SHARE = 16
+#: Blocks of further ranks, media and groups are not credited. A place that was cleared still counts.
 MAX_PLACES = 1024
 
 
@@ -61,12 +63,13 @@ class ExternalBlocks:
         self._hasher = hasher
         self._model_root = model_root
         self._rank = rank
-        #: by place: handle -> number of copies, never zero
+        #: by place: handle -> number of copies, never zero; handles stored last come last
         self._copies: dict[Place, dict[int, int]] = {}
         #: by place: key -> number of handles with that key, never zero
         self._held: dict[Place, dict[int, int]] = {}
         #: handle -> full hash (successors are chained to it), for handles with a copy and known content
         self._hashes: dict[int, BlockHash] = {}
+        self._parents: dict[int, int | None] = {}  #: handle -> the handle before it, for the same handles
         self._rules: dict[int, GroupRule] = {}  #: by group
         self._sizes: dict[tuple[int, str], int] = {}  #: block sizes that differ from ours, by group and medium
         self._ranks: set[int] = set()  #: ranks that have announced anything
@@ -102,7 +105,7 @@ class ExternalBlocks:
         copies, hashes = self._copies.setdefault(place, {}), self._hashes
         new = []
         for handle in event.hashes:
-            before = copies.get(handle, 0)
+            before = copies.pop(handle, 0)
             copies[handle] = before + 1
             if not before and (block := hashes.get(handle)) is not None:
                 new.append(wire_hash(block))
@@ -132,33 +135,51 @@ class ExternalBlocks:
             return []
         gone: list[int] = []
         for place in [each for each in self._copies if each.rank == (rank or 0)]:
-            gone += self._drop(place, self._copies.pop(place))
+            handles, self._copies[place] = self._copies[place], {}
+            gone += self._drop(place, handles)
         return gone
 
     def trimmed(self) -> list[int]:
-        """Drop the oldest copies beyond what the engine can hold; returns the keys to remove from the index."""
+        """Drop what was unused longest beyond what the engine can hold; returns the keys to remove from the index."""
         gone: list[int] = []
         while (excess := len(self._on_gpu) - self.capacity) > 0:
-            gone += self._drop_oldest([each for each in self._copies if each.medium == GPU], excess)
+            gone += self._drop_unused([each for each in self._copies if each.medium == GPU], excess)
         while (excess := sum(map(len, self._copies.values())) - COPIES_PER_BLOCK * self.capacity) > 0:
-            gone += self._drop_oldest(list(self._copies), excess)
+            gone += self._drop_unused(list(self._copies), excess)
         return gone
 
-    def _drop_oldest(self, places: Sequence[Place], count: int) -> list[int]:
-        """Drop so many copies, or all that there are, from the fullest of these places."""
+    def _drop_unused(self, places: Sequence[Place], count: int) -> list[int]:
+        """Drop at least so many copies, or all that there are, from the fullest of these places.
+
+        A chain was used when its last block was stored; blocks before it stay longer than it does.
+        """
         place = max(places, key=lambda each: len(self._copies[each]))
         copies = self._copies[place]
-        oldest = list(islice(copies, count))
-        for handle in oldest:
+        fitting = max(0, len(copies) - count)
+        room = fitting - fitting // TRIMMED_SHARE
+        kept: set[int | None] = set()
+        for last in reversed(copies):
+            if len(kept) == room:
+                break
+            chain: list[int | None] = []
+            handle: int | None = last
+            while handle in copies and handle not in kept:
+                chain.append(handle)
+                kept.add(handle)
+                handle = self._parents.get(handle)
+            kept.difference_update(chain[: max(0, len(kept) - room)])
+        unused = [handle for handle in copies if handle not in kept]
+        for handle in unused:
             del copies[handle]
-        self.dropped += len(oldest)
-        return self._drop(place, oldest)
+        self.dropped += len(unused)
+        return self._drop(place, unused)
 
     def forget(self) -> None:
         """Forget the engine's blocks and group rules, because its event stream restarts."""
         self._copies.clear()
         self._held.clear()
         self._hashes.clear()
+        self._parents.clear()
         self._rules.clear()
         self._sizes.clear()
         self._ranks.clear()
@@ -207,9 +228,11 @@ class ExternalBlocks:
     def _identify(self, event: Stored) -> list[int]:
         """Record known contents of the event's blocks; returns index keys for existing copies that this identifies."""
         fresh: list[int] = []
-        for handle, block in zip(event.hashes, self._contents(event), strict=False):
+        parents = (event.parent, *event.hashes)
+        for handle, parent, block in zip(event.hashes, parents, self._contents(event), strict=False):
             if handle not in self._hashes:
                 self._hashes[handle] = block
+                self._parents[handle] = parent
                 for place, copies in self._copies.items():
                     if handle in copies:
                         fresh += self._hold(place, [wire_hash(block)])
@@ -237,7 +260,7 @@ class ExternalBlocks:
             if (block := self._hashes.get(handle)) is None:
                 continue
             if not any(handle in copies for copies in others):
-                del self._hashes[handle]
+                del self._hashes[handle], self._parents[handle]
             key = wire_hash(block)
             if _decrement(held, key) and place.medium == GPU and _decrement(self._on_gpu, key):
                 gone.append(key)
@@ -276,6 +299,7 @@ class ExternalBlocks:
             assert counts == self._held.get(place, {}), f"{place}: held blocks differ from the copies"
         copied = {handle for copies in self._copies.values() for handle in copies}
         assert self._hashes.keys() <= copied, "a handle without a copy was kept"
+        assert self._parents.keys() == self._hashes.keys(), "not exactly the known handles have a parent"
         on_gpu = Counter(key for place, held in self._held.items() if place.medium == GPU for key in held)
         assert on_gpu == self._on_gpu, f"{len(self._on_gpu)} blocks counted on the GPU, {len(on_gpu)} are"
 

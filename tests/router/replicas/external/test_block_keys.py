@@ -358,15 +358,43 @@ def test_an_engine_that_announces_without_end_is_bounded(
     assert all(key in chains for key in held)
 
 
-def test_an_event_larger_than_the_engine_leaves_its_last_blocks(chains: ExternalBlocks) -> None:
+def test_an_event_larger_than_the_engine_leaves_its_first_blocks(chains: ExternalBlocks) -> None:
+    """Without the blocks before them, the last ones are worth nothing."""
     chains.capacity = 2
 
     new = chains.stored(stored(None, [1, 2, 3, 4], range(16)))
 
-    assert chains.trimmed() == keys(range(16))[:2]
-    assert [key in chains for key in new] == [False, False, True, True]
-    assert chains.removed([1, 2]) == []
-    assert chains.removed([3, 4]) == keys(range(16))[2:]
+    assert sorted(chains.trimmed()) == sorted(keys(range(16))[2:])
+    assert [key in chains for key in new] == [True, True, False, False]
+    assert chains.removed([3, 4]) == []
+    assert chains.removed([1, 2]) == keys(range(16))[:2]
+
+
+@pytest.mark.parametrize("capacity", [5, 40])
+def test_a_prefix_in_use_outlives_chains_that_are_not(chains: ExternalBlocks, capacity: int) -> None:
+    """A system prompt is stored once, before all chats that begin with it: the oldest blocks are the most useful."""
+    system, chats = range(1000, 1012), 200
+    chains.capacity = capacity
+    chains.stored(stored(None, [1, 2, 3], system))
+    for number in range(chats):
+        chains.stored(stored(3, [100 + number], range(number * 4, number * 4 + 4)))
+        chains.trimmed()
+
+    assert [key in chains for key in keys(system)] == [True] * 3
+    newest = keys([*system, *range(chats * 4 - 4, chats * 4)])
+    assert newest[-1] in chains
+    assert capacity * 7 // 8 <= len(chains) <= capacity
+
+
+def test_blocks_that_form_a_circle_are_dropped_like_others(chains: ExternalBlocks) -> None:
+    """No engine means that, but a router must not search it for ever."""
+    chains.capacity = 1
+    chains.stored(stored(None, [1], range(4)))
+    chains.stored(stored(1, [2], range(4, 8)))
+    chains.removed([1])
+    chains.stored(stored(2, [1], range(8, 12)))
+
+    assert len(chains.trimmed()) == 1
 
 
 def test_places_are_bounded(chains: ExternalBlocks) -> None:
@@ -376,3 +404,13 @@ def test_places_are_bounded(chains: ExternalBlocks) -> None:
 
     assert chains.unplaced["no_place"] == 5
     chains.check()
+
+
+def test_places_that_were_cleared_count(chains: ExternalBlocks) -> None:
+    """An engine that invents ranks and clears each of them would still add ranks, rules and sizes without end."""
+    for rank in range(MAX_PLACES + 5):
+        chains.stored(stored(None, [1], range(4)), rank)
+        chains.cleared(rank)
+
+    assert chains.unplaced["no_place"] == 5
+    assert len(chains) == 0

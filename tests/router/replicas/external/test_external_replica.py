@@ -596,7 +596,7 @@ async def test_an_engine_cannot_announce_more_than_it_holds(pair: Cluster) -> No
             {"type": "BlockStored", "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, **block}
         )
 
-    await until(lambda: pair.replica("b0").dropped_blocks == 200)
+    await until(lambda: pair.replica("b0").dropped_blocks >= 200)
 
-    assert pair.replica("b0").indexed_blocks == 500
+    assert 500 * 15 // 16 <= pair.replica("b0").indexed_blocks <= 500
     pair.service.check()
