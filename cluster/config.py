@@ -194,7 +194,7 @@ REMOVED = {
     "prefill_step_tokens": "a step takes prompts for about 0.1 s",
     "publish_queue_batches": "10,000 batches are queued",
     "reservation_timeout_s": "blocks are held for a waiting request until it runs",
-    "response_store_count": "response_store_bytes and response_store_age_s bound the store",
+    "response_store_count": "100,000 responses are stored, within response_store_bytes and response_store_age_s",
     "restart_backoff_limit_s": "the pause between restarts grows to 30 s",
     "restart_backoff_s": "the pause before the second restart is 1 s",
     "send_high_water_mark": "100,000 messages are queued for each subscriber",

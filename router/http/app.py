@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
 from ..metrics import ModelMetrics
 from .caller import REQUEST_ID, request_id, tenant_of
-from .endpoints.table import error_body_of, find, row_path, takes_large_bodies
+from .endpoints.table import error_body_of, find, is_for_tenants, row_path, takes_large_bodies
 from .errors import send_error
 from .front import Front
 from .protocol.access import AccessLog
@@ -117,9 +117,10 @@ class App:
         duration_s = self._front.monotonic() - exchange.started_at
         assert exchange.status is not None, "an exchange ended without a status"
         self._front.open_exchanges.pop(exchange, None)
+        kept = is_kept(exchange, is_for_tenants(exchange.request.path))
         if exchange.error is not None:
             name_refused(exchange, exchange.error)
-            if exchange.summary is None and is_kept(exchange):
+            if exchange.summary is None and kept:
                 self._front.count_refusal(exchange.tenant, exchange.error)
         metrics = self._front.metrics
         metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
@@ -131,7 +132,7 @@ class App:
             self._spans.end(exchange, duration_s)
         if self._access is not None and exchange.request.headers.get("user-agent") != OWN_AGENT:
             self._access.write(exchange, duration_s)
-        if self._front.history is not None and is_kept(exchange):
+        if self._front.history is not None and kept:
             self._front.history.put(record_of(self._front, exchange))
 
 

@@ -93,9 +93,12 @@ def _state(exchange: Exchange, summary: GenerationSummary | None) -> State:
     return "refused" if summary is None and exchange.error.http_status in (*range(400, 500), 503) else "failed"
 
 
-def is_kept(exchange: Exchange) -> bool:
-    """Whether the history records an exchange: it generated something, or was refused as one that would have."""
-    if exchange.summary is not None or exchange.error is None:
+def is_kept(exchange: Exchange, for_tenants: bool) -> bool:
+    """Whether the history records an exchange: it generated something, or was refused as one that would have.
+
+    `for_tenants`: its path works for tenants. The live page without a key, or a command without an admin's, does not.
+    """
+    if exchange.summary is not None or exchange.error is None or not for_tenants:
         return exchange.summary is not None
     status = exchange.error.http_status
     return status in (401, 403, 429) or (exchange.request.method == "POST" and status not in (404, 405))

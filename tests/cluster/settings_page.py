@@ -55,7 +55,8 @@ def _allowed(setting: Setting) -> str:
     if low is not None and high is not None:
         return f"{low}–{high}"
     assert (low is None) != (above is None), f"{setting.name} has no lower bound"
-    return "" if high is None else f"> {above}, ≤ {high}" if low is None else f"≥ {low}, ≤ {high}"
+    least = f"> {above}" if low is None else f"≥ {low}" if low else ""
+    return ", ".join(part for part in (least, high is not None and f"≤ {high}") if part)
 
 
 if __name__ == "__main__":

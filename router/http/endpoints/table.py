@@ -45,6 +45,7 @@ _PATTERNS = {
     if path not in _FIXED
 }
 _LARGE = {each.path for each in ENDPOINTS if each.bodies and each.large_bodies}
+_FOR_TENANTS = {each.path for each in ENDPOINTS if each.handler.access in ("charged", "key")}
 _ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
 
 
@@ -58,6 +59,11 @@ def row_path(path: str) -> str | None:
     if path in _FIXED:
         return path
     return next((row for row, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
+
+
+def is_for_tenants(path: str) -> bool:
+    """Whether a request's path is one that works for a tenant, rather than one that shows or changes the server."""
+    return row_path(path) in _FOR_TENANTS
 
 
 def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:

@@ -20,8 +20,9 @@ from homing.router.errors import NoReplica, RequestFailed
 from homing.router.http import history as history_module
 from homing.router.http.app import OWN_AGENT
 from homing.router.http.body_reader import BodyReader
+from homing.router.http.endpoints.endpoint import Endpoint
 from homing.router.http.endpoints.requests import ENDED_AT_ONCE
-from homing.router.http.endpoints.table import find
+from homing.router.http.endpoints.table import ENDPOINTS, find
 from homing.router.http.front import Front, Served
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
 from homing.router.http.protocol.exchange import GenerationSummary
@@ -302,6 +303,20 @@ class TestTenants:
         assert [each["id"] for each in listed] == ["second"]
         counted = {("team-a", "requests_per_minute"): 1, ("unknown", "invalid_api_key"): 1}
         assert front.metrics.refusals == counted
+
+    @pytest.mark.parametrize("row", [row for row in ENDPOINTS if row.handler.access == "admin"])
+    async def test_who_may_not_look_is_no_refusal_of_a_tenant(
+        self, client: httpx.AsyncClient, front: Front, row: Endpoint
+    ):
+        """The live page asks without a key until it is given one; commands may have one that is not an admin's."""
+        for headers in ({}, SMALL):
+            path = row.path.replace("{id}", "x")
+            response = await client.request(row.method, path, headers=headers, json=None if row.method == "GET" else {})
+            assert response.status_code in (401, 403)
+
+        listed = (await client.post("/requests", json={"state": "refused"}, headers=BOSS)).json()["requests"]
+        assert listed == []
+        assert not front.metrics.refusals
 
     @pytest.mark.parametrize("method", ["GET", "POST"])
     async def test_only_admins_look_back(self, client: httpx.AsyncClient, method: str):
