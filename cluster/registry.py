@@ -132,7 +132,8 @@ class ClusterRegistry:
         try:
             yield
         finally:
-            self.path(entry.name).unlink(missing_ok=True)
+            if os.getpid() == entry.pid:  # not in a child process that leaves the body as well
+                self.path(entry.name).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove an entry and what its process left behind: its Ray and its folder. Other files stay."""

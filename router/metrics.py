@@ -140,6 +140,7 @@ FAMILIES = (
         (),
         ("homing_client_disconnects", "Clients that left before their response ended."),
         ("homing_streams_broken", "Streams that ended in an error event."),
+        ("homing_router_restarts", "Times that `homing route` started its router again after it was killed."),
         ("homing_fields_ignored", "Unknown fields in request bodies."),
         ("homing_billing_lines_dropped", "Claude Code system prompts whose changing first line was removed."),
     ),
@@ -302,6 +303,7 @@ class RouterMetrics(Collector):
         self._limiters: Sequence[RateLimiter] = ()
         self.refusals: Counter[tuple[str, str]] = Counter()  #: refused requests by tenant and limit, or error
         self.streams_broken = 0  #: streams that ended in an error event
+        self.restarts = 0  #: workers of `homing route` that were killed before this one
         self._disconnects = self._billing_lines = self._fields_ignored = 0
         self._cut: Counter[Labels] = Counter({(reason,): 0 for reason in CUT_REASONS})
         self._view: ClusterView | None = None
@@ -411,6 +413,7 @@ class RouterMetrics(Collector):
             "homing_client_disconnects": {(): self._disconnects},
             "homing_clients_cut": self._cut,
             "homing_streams_broken": {(): self.streams_broken},
+            "homing_router_restarts": {(): self.restarts},
             "homing_fields_ignored": {(): self._fields_ignored},
             "homing_billing_lines_dropped": {(): self._billing_lines},
             "homing_tenant_refusals": {

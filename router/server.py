@@ -6,6 +6,7 @@ Owns the listening sockets, the text models and the access log. Independent of r
 import asyncio
 import gc
 import logging
+import socket
 import ssl
 import sys
 from contextlib import ExitStack
@@ -117,18 +118,19 @@ class RouterServer:
         self._http: list[HttpServer] = []
         self._sampling: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
+    async def start(self, host: str, port: int, *, shared: bool = False, bound: socket.socket | None = None) -> int:
         """Start serving at this address, in addition to earlier ones. Returns the bound port; 0 binds any free one.
 
-        `shared`: other processes may listen on the same port. Raises AddressInUse.
+        `shared`: other processes may listen on the same port. `bound`: a socket that is bound to the address already.
+        Raises AddressInUse.
         """
         tls = tls_context(self._settings)
         http = HttpServer(self._app, self._settings, clock=self.front.monotonic, tls=tls)
-        bound = await http.start(host, port, shared=shared)
+        chosen = await http.start(host, port, shared=shared, bound=bound)
         self._http.append(http)
         if self._sampling is None:
             self._sample()
-        return bound
+        return chosen
 
     def _sample(self) -> None:
         """Add to the trends of the live page, now and every EVERY_S."""

@@ -1,4 +1,4 @@
-"""`homing route`: runs a router for existing inference servers, in this process and without Ray.
+"""`homing route`: runs a router for existing inference servers, in one worker process and without Ray.
 
 `homing serve --backend URL` does the same. This module keeps the list of engines (from flags, a file, DNS names and
 admins), retries those that have not answered, and prints what it finds; the router manages engines and requests.
@@ -6,10 +6,8 @@ admins), retries those that have not answered, and prints what it finds; the rou
 
 import asyncio
 import contextlib
-import os
+import logging
 import secrets
-import signal
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +19,9 @@ from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash
 from ...replica.messages import ModelLimits, Parity
 from ...router.backend import EngineView, ReplicaView
-from ...router.errors import BackendsInvalid, RouterError, TemplateRefusal
+from ...router.errors import AddressInUse, BackendsInvalid, RouterError, TemplateRefusal
 from ...router.http.front import TextModels
+from ...router.http.protocol.server import bound_socket
 from ...router.metrics import RouterMetrics
 from ...router.replicas.external.addresses import describe, external_root, replica_addresses
 from ...router.replicas.external.discovery import EngineAddress, EngineInfo, discover
@@ -45,9 +44,12 @@ from ..host import check_extra
 from ..model_source import DEMO, find_text, has_chat_template, model_limits, text_folder
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
-from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
+from ..runtime import fast_loop, freeze_loaded_objects, raise_open_files_limit, set_up_logging
+from ..worker import Worker, run_worker
 from .console import Console, model_label, program
 from .daemon import detach as start_in_background
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 #: Interval at which engine sources are read again and engines that have not answered are retried.
@@ -103,8 +105,17 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
         set_up_logging(settings.cluster.log_level)
         raise_open_files_limit()
         router = FleetRouter(settings, fleet, sources, api_key, console, registry, entry)
-        with asyncio.Runner(loop_factory=fast_loop) as runner:
-            return runner.run(router.run(detached=detached))
+
+        def work(worker: Worker) -> int:
+            with asyncio.Runner(loop_factory=fast_loop) as runner:
+                return runner.run(router.run(worker, detached=detached))
+
+        freeze_loaded_objects()  # so that the worker's garbage collector does not copy what it shares with its parent
+        try:
+            listener = bound_socket(settings.router.host, settings.router.port)
+            return run_worker(work, listener, say=partial(log.error, "router_lost reason=%r"))
+        except AddressInUse as error:
+            raise StartFailed(error.message) from error
 
 
 def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineSource]]:
@@ -169,29 +180,33 @@ class FleetRouter:
     console: Console
     registry: ClusterRegistry
     entry: RegistryEntry
+    _worker: Worker | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     #: Wakes the loop that retries engines, which waits while all have answered: for a new engine, and to stop.
     _unanswered: asyncio.Event = field(default_factory=asyncio.Event)
     _metrics: RouterMetrics = field(default_factory=RouterMetrics)
     _seed: int = field(default_factory=lambda: secrets.randbits(64))
     _service: RouterService | None = None
+    _ready: bool = False
     _model_dir: Path = Path()
     _limits: ModelLimits | None = None
     _parity: Parity | None = None  #: of all engines
 
-    async def run(self, *, detached: bool) -> int:
-        """Route until a signal arrives; the second signal ends the process at once."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
-                continue
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+    async def run(self, worker: Worker, *, detached: bool) -> int:
+        """Route until the worker should stop, to the same engines as the worker before this one."""
+        self._worker = worker
+        worker.on_stop(self._on_stop)
+        self._metrics.restarts = worker.restarts
+        if worker.note is not None:
+            self.fleet = EngineFleet.of(worker.note)
         if not await self._until_engine_answers():
             return 0
         engines = [each.info for each in self.fleet.engines.values() if each.info]
         settings = self.settings = with_engine_settings(self.settings, engines)
         label = model_label(settings.served_name, settings.replica.model)
         self.entry = msgspec.structs.replace(self.entry, model=label)
-        self.console.print_opening(settings)
+        if not worker.restarts:
+            self.console.print_opening(settings)
         self._model_dir = find_text(settings.replica)
         text_dir = text_folder(settings.replica, self._model_dir)
         check_tokenizer(text_dir)
@@ -212,7 +227,7 @@ class FleetRouter:
             server = RouterServer(settings.router, service, metrics=self._metrics, texts=texts)
             server.front.engines = self
             try:
-                return await self._serve(server, service, detached=detached)
+                return await self._serve(server, service, worker, detached=detached)
             finally:
                 await server.stop()
         except RouterError as error:
@@ -233,6 +248,7 @@ class FleetRouter:
         engine = self.fleet.add(EngineAddress(url, events, replay), API_SOURCE)
         await asyncio.create_task(self._ask(engine))  # request handlers do not run in a task
         self._apply()
+        self._keep_list()
         if engine.info is None:
             self._unanswered.set()
         return engine.view()
@@ -240,6 +256,7 @@ class FleetRouter:
     def remove(self, url: str) -> EngineView:
         engine = self.fleet.remove(url)
         self._apply()
+        self._keep_list()
         return engine.view()
 
     # The engines
@@ -267,6 +284,13 @@ class FleetRouter:
             await asyncio.gather(*map(self._ask, asked))
         if changed or asked:
             self._apply()
+        if changed:
+            self._keep_list()
+
+    def _keep_list(self) -> None:
+        """Keep the list for the next worker, once this one is ready."""
+        if self._ready and self._worker is not None:
+            self._worker.write_note(self.fleet.encode())
 
     async def _ask(self, engine: ListedEngine) -> None:
         key = self._key_of(engine.address.url)
@@ -339,22 +363,25 @@ class FleetRouter:
             ),
         )
 
-    async def _serve(self, server: RouterServer, service: RouterService, *, detached: bool) -> int:
+    async def _serve(self, server: RouterServer, service: RouterService, worker: Worker, *, detached: bool) -> int:
         router = self.settings.router
-        url = router_url(router, await server.start(router.host, router.port))
+        url = router_url(router, await server.start(router.host, router.port, bound=worker.listener))
         self.console.step("router", f"listening on {url}")
         self._apply()
         if not await self._until_ready(service):
             return 0
+        self._ready = True
+        self._keep_list()
         settle()
         self.registry.write(msgspec.structs.replace(self.entry, phase="ready", url=url))
         status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
-        self.console.banner(
-            status,
-            self.settings,
-            detached=detached,
-            chats=has_chat_template(text_folder(self.settings.replica, self._model_dir)),
-        )
+        if not worker.restarts:
+            self.console.banner(
+                status,
+                self.settings,
+                detached=detached,
+                chats=has_chat_template(text_folder(self.settings.replica, self._model_dir)),
+            )
         self._show(service)
         while not self._stop.is_set():
             if self.sources or self.fleet.undiscovered():
@@ -390,11 +417,7 @@ class FleetRouter:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
 
-    def _on_signal(self) -> None:
-        if self._stop.is_set():
-            self.registry.remove(self.entry.name)
-            print("killed", file=sys.stderr)
-            os._exit(130)
+    def _on_stop(self) -> None:
         self._stop.set()
         self._unanswered.set()
 

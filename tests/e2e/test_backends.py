@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from homing.cluster.registry import is_alive
 from homing.replica.demo import demo_model_path
 
 from ..router.replicas.external.fakes import FakeEngine, answer, backend_flags, demo_engine, engines_in_a_thread
@@ -91,10 +94,10 @@ def test_status_and_explain_show_foreign_replicas(cluster: Serving) -> None:
 
 
 def test_no_ray_is_started(cluster: Serving) -> None:
-    """One process is enough: there is nothing to place or supervise."""
-    names = {process.name() for process in psutil.Process(cluster.pid).children(recursive=True)}
+    """A worker is enough, which shares its parent's memory: there is nothing to place."""
+    parent = psutil.Process(cluster.pid)
 
-    assert not names
+    assert [process.cmdline() for process in parent.children(recursive=True)] == [parent.cmdline()]
 
 
 def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tmp_path: Path) -> None:
@@ -138,4 +141,33 @@ def test_it_ends_on_a_signal(engines, tmp_path: Path) -> None:
     with serving(tmp_path, *backend_flags(engines[0])) as running:
         assert running.end() == 0
 
+    assert not list(tmp_path.glob("*.json"))
+
+
+def serve_both(running: Serving) -> bool | None:
+    return [each["state"] for each in running.replicas().values()] == ["serving", "serving"] or None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_worker_is_replaced_and_knows_the_added_engines(engines, tmp_path: Path, number: signal.Signals) -> None:
+    """The parent keeps the port and the list of engines. A client that connects meanwhile waits instead of failing."""
+    one, other, _ = engines
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "seed": 5}
+
+    with serving(tmp_path, "--engine-url", one.url, command="route") as running:
+        running.post("/engines", {"url": other.url})
+        until(lambda: serve_both(running), "both serve")
+        before = running.post("/v1/completions", body)["choices"]
+        worker = psutil.Process(running.pid).children()[0]
+        os.kill(worker.pid, number)
+        until(lambda: not is_alive(worker) or None, "it is gone")
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            after = client.post(f"{running.url}/v1/completions", json=body).raise_for_status().json()["choices"]
+            metrics = client.get(f"{running.url}/metrics").text
+        until(lambda: serve_both(running), "both serve again")
+        code = running.end()
+
+    assert after == before
+    assert "homing_router_restarts_total 1.0" in metrics
+    assert code == 0
     assert not list(tmp_path.glob("*.json"))

@@ -35,8 +35,8 @@ TRIM_S = 2.0
 FLUSH_S = 0.5
 
 
-def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening TCP socket whose accepted sockets have TCP_NODELAY. Raises AddressInUse.
+def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound TCP socket that does not listen yet; accepted sockets have TCP_NODELAY. Raises AddressInUse.
 
     `shared`: other processes of this user may listen there as well; the kernel distributes the connections.
     """
@@ -50,6 +50,18 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.so
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.setblocking(False)
         bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise AddressInUse(host, port, error.strerror or str(error)) from error
+    return bound
+
+
+def listening_socket(
+    host: str, port: int, *, shared: bool = False, bound: socket.socket | None = None
+) -> socket.socket:
+    """A listening TCP socket: `bound`, or else a new one for this address. Raises AddressInUse."""
+    bound = bound or bound_socket(host, port, shared=shared)
+    try:
         # Listen here, not in the loop: with SO_REUSEADDR, two servers can bind one free port, but only one can listen.
         bound.listen(BACKLOG)
     except OSError as error:
@@ -90,14 +102,14 @@ class HttpServer:
         self._watching: asyncio.TimerHandle | None = None
         self._no_connection = asyncio.Event()
 
-    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Start serving. Returns the bound port (a free one if `port` is 0). Raises AddressInUse."""
+    async def start(self, host: str, port: int, *, shared: bool = False, bound: socket.socket | None = None) -> int:
+        """Start serving on `bound`, or else at this address. Returns the port (0: any free). Raises AddressInUse."""
         assert self._server is None, "the server has been started before"
         loop = asyncio.get_running_loop()
-        bound = listening_socket(host, port, shared=shared)
-        chosen: int = bound.getsockname()[1]
+        listening = listening_socket(host, port, shared=shared, bound=bound)
+        chosen: int = listening.getsockname()[1]
         self._server = await loop.create_server(
-            lambda: HttpConnection(self, self._clock), sock=bound, backlog=BACKLOG, ssl=self._tls
+            lambda: HttpConnection(self, self._clock), sock=listening, backlog=BACKLOG, ssl=self._tls
         )
         self._watching = loop.call_later(WATCH_S, self._watch)
         log.info("http_listening host=%s port=%d tls=%s", host, chosen, self._tls is not None)

@@ -5,6 +5,9 @@ Pure state: lists in, replicas out. An engine keeps its name for as long as it i
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
+
+import msgspec
 
 from ...backend import EngineView
 from ...errors import EngineNotFound
@@ -41,6 +44,18 @@ class EngineFleet:
     def __init__(self) -> None:
         self.engines: dict[str, ListedEngine] = {}
         self._next_number = 0
+
+    def encode(self) -> bytes:
+        """The list as one line, for `of`; without what was found out about the engines."""
+        return msgspec.json.encode([(each.address, each.source) for each in self.engines.values()])
+
+    @classmethod
+    def of(cls, encoded: bytes) -> Self:
+        """The fleet of an encoded list."""
+        fleet = cls()
+        for address, source in msgspec.json.decode(encoded, type=list[tuple[EngineAddress, str]]):
+            fleet.add(address, source)
+        return fleet
 
     def add(self, address: EngineAddress, source: str) -> ListedEngine:
         """List an engine. Raises BackendsInvalid."""
