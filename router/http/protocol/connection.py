@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, cast
 from urllib.parse import unquote
@@ -106,7 +106,7 @@ class HttpConnection(asyncio.Protocol):
     __slots__ = (
         *("_accepted", "_accepted_at", "_advancing", "_bodiless", "_body", "_body_bytes", "_chunked", "_chunks"),
         *("_clock", "_closing", "_continue_due", "_events", "_exchange", "_fields", "_fields_bytes", "_handler"),
-        *("_head", "_head_bytes", "_headers", "_in_head", "_large", "_lines", "_lingers_until", "_parser"),
+        *("_head", "_head_bytes", "_headers", "_in_head", "_lines", "_lingers_until", "_parser"),
         *("_paused_reading", "_reading", "_sent", "_server", "_settings", "_since", "_transport", "_unparsed"),
         *("_blocked_s", "_paused_at", "_unwritten", "_url", "_waiting", "_write_paused", "client", "held_bytes"),
     )
@@ -146,8 +146,7 @@ class HttpConnection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._fields = self._headers  #: receives the next field: of the head, or of trailers
         self._fields_bytes = 0
-        self._body: list[bytes] = []
-        self._large: BytesIO | None = None  #: all of a large body; `getvalue` copies nothing
+        self._body: BytesIO | None = None  #: grows in place: joining the parts of 8 MB takes up to 10 ms
         self._body_bytes = 0
         self._lines = self._chunks = 0
         self._in_head = True  #: the parser is in a head or in trailers
@@ -284,24 +283,18 @@ class HttpConnection(asyncio.Protocol):
         if self._body_bytes > self._settings.max_body_bytes:
             raise BodyTooLarge(f"the body exceeds the maximum of {self._settings.max_body_bytes} bytes")
         self._events += 1
-        if self._body_bytes <= SMALL_BODY_BYTES:
-            self._body.append(body)
+        if self._body is None:
+            self._body = BytesIO(body)  # shares the bytes, which are mostly the whole body
+            self._body.seek(0, SEEK_END)
         else:
-            self._collect(body)
+            self._body.write(body)
+        if self._body_bytes > SMALL_BODY_BYTES:
             amount = len(body)
             if not self.held_bytes:
                 self._handler.admit(_path(self._url), self._headers)
                 amount = self._body_bytes
             self.held_bytes += amount
             self._server.hold(self, amount)
-
-    def _collect(self, part: bytes) -> None:
-        """Add to a large body, in one buffer: joining the parts of 8 MB at its end takes up to 10 ms."""
-        if self._large is None:
-            self._large = BytesIO()
-            self._large.writelines(self._body)
-            self._body = []
-        self._large.write(part)
 
     def on_message_complete(self) -> None:
         parser, body, method = self._parser, self._body, self._parser.get_method()
@@ -311,7 +304,7 @@ class HttpConnection(asyncio.Protocol):
             method.decode("ascii"),
             _path(self._url),
             self._headers,
-            self._large.getvalue() if self._large is not None else body[0] if len(body) == 1 else b"".join(body),
+            body.getvalue() if body is not None else b"",
             parser.should_keep_alive(),
             parser.get_http_version() == "1.0",
             self._clock() - self._since,
@@ -500,7 +493,7 @@ class HttpConnection(asyncio.Protocol):
 
     def refuse(self, error: RouterError) -> None:
         """Respond with an error to the request that is being received, and drop the rest of it."""
-        self._body, self._large = [], None
+        self._body = None
         self.release_body()
         self._lingers_until = self._clock() + LINGER_S
         self._waiting.clear()
