@@ -25,7 +25,7 @@ from ....events.follow.subscription import (
     SetStatus,
     Subscription,
 )
-from ....events.publish.event_log import EventLog
+from ....events.publish.event_log import EventLog, SentBatch
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_hash
 from ....events.wire.dialects import BatchDecoder
@@ -80,7 +80,7 @@ Update = tuple[type[CacheEvent], Sequence[int]]
 def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
     for change in changes:
         match change:
-            case StoredBlocks(_, hashes, _, _):
+            case StoredBlocks(hashes=hashes):
                 yield Stored, wire_hashes(b"".join(hashes))
             case RemovedBlocks(hashes):
                 yield Removed, wire_hashes(b"".join(hashes))
@@ -229,7 +229,7 @@ class Streamed:
         publisher = self._publishers[replica]
         if changes:
             sent = publisher.log.commit(list(changes), self._queue.now)
-            self._publish_to_all(publisher, partial(self._on_batch, publisher, sent.seq, sent.payload))
+            self._publish_to_all(publisher, partial(self._on_batch, publisher, sent))
         if report is not None:
             publisher.report = report
             publisher.loads += 1
@@ -291,9 +291,9 @@ class Streamed:
 
     # The reader's side
 
-    def _on_batch(self, publisher: _Publisher, seq: int, payload: bytes, link: _Link) -> None:
-        batch = link.decoder.decode(payload)
-        self._carry_out(publisher, link, link.subscription.on_batch(publisher.log.epoch, seq, batch))
+    def _on_batch(self, publisher: _Publisher, sent: SentBatch, link: _Link) -> None:
+        batch = link.decoder.decode(sent.tiered)
+        self._carry_out(publisher, link, link.subscription.on_batch(publisher.log.epoch, sent.seq, batch))
 
     def _on_load(self, publisher: _Publisher, number: int, report: LoadReport, link: _Link) -> None:
         link.loads = number
@@ -304,10 +304,10 @@ class Streamed:
         exact = link.subscription.status is FeedStatus.LIVE and link.subscription.cursor.expected == _next(beat.seq)
         link.proved = _next(beat.seq) if exact else None
 
-    def _on_replay(self, publisher: _Publisher, sent: Sequence[tuple[int, bytes]], link: _Link) -> None:
-        for seq, payload in sent:
-            batch = link.decoder.decode(payload)
-            self._carry_out(publisher, link, link.subscription.on_replayed(publisher.log.epoch, seq, batch))
+    def _on_replay(self, publisher: _Publisher, batches: Sequence[SentBatch], link: _Link) -> None:
+        for sent in batches:
+            batch = link.decoder.decode(sent.tiered)
+            self._carry_out(publisher, link, link.subscription.on_replayed(publisher.log.epoch, sent.seq, batch))
         self._carry_out(publisher, link, link.subscription.on_replay_end())
 
     def _on_snapshot(self, publisher: _Publisher, chunks: Sequence[SnapshotChunk], link: _Link) -> None:
