@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import SystemRandom
 from typing import Literal
@@ -84,14 +84,20 @@ class DiskFile:
     def bypasses_page_cache(self) -> bool:
         return self._data is not None
 
-    def put(self, entry: DiskEntry, data: memoryview) -> None:
-        """Write a block of `layout.block_bytes` over what the slot holds. Raises DiskFailure, which leaves it empty."""
+    def put(self, entry: DiskEntry, data: memoryview, unchanged: Callable[[], bool] = lambda: True) -> None:
+        """Write a block of `layout.block_bytes` over what the slot holds. Raises DiskFailure; the slot is then empty.
+
+        `unchanged`: asked once `data` is copied, whether it was still the block's.
+        """
         slot = entry.slot
         assert entry.generation > self._generations[slot], f"{entry} after generation {self._generations[slot]}"
-        check = data_check(data, self.header.drawn, entry.block_hash, entry.generation)
+        page = self._page[: len(data)]
+        page[:] = data
+        if not unchanged():
+            raise DiskFailure("disk_stale", f"the block of slot {slot} was overwritten before it was copied")
+        check = data_check(page, self.header.drawn, entry.block_hash, entry.generation)
         try:
             self.drop(slot)
-            self._page[: len(data)] = data
             self._write(self._data, self._page, self.layout.data_at(slot))
             record = encode_record(self.layout, self.header.drawn, entry, check)
             self._write(None, memoryview(record), self.layout.record_at(slot))
