@@ -203,6 +203,11 @@ FAMILIES = (
         ("homing_pins_refused", "Pins refused because they exceeded a budget.", "pins_refused"),
         ("homing_pins_expired", "Pins that reached their time limit.", "pins_expired"),
         ("homing_pins_broken", "Pins ended early because a request needed the blocks.", "pins_broken"),
+        ("homing_tier_host_hit_tokens", "Hit tokens loaded from host memory.", "host_hit_tokens"),
+        ("homing_tier_disk_hit_tokens", "Hit tokens loaded from disk.", "disk_hit_tokens"),
+        ("homing_tier_demoted_tokens", "Evicted tokens kept in a tier.", "demoted_tokens"),
+        ("homing_tier_promoted_tokens", "Tokens loaded from a tier.", "promoted_tokens"),
+        ("homing_tier_evicted_tokens", "Tokens evicted from the last tier that held them.", "tier_evicted_tokens"),
         ("homing_events_gaps", "Gaps detected in event streams."),
     ),
     *_families("counter", ("model", "result"), ("homing_predictions", "Predictions of cached tokens, by result.")),
@@ -277,7 +282,9 @@ class ModelMetrics:
         """See `Observer`. Called very often, so rendering does most of the work. Reports arrive in order."""
         last = self.reports.get(replica_id)
         if last is not None and last.epoch != report.epoch:
-            self.earlier.setdefault(replica_id, Counter()).update(msgspec.structs.asdict(last.counters))
+            totals = msgspec.structs.asdict(last.counters)
+            del totals["tier_failures"]  # by kind, not one total
+            self.earlier.setdefault(replica_id, Counter()).update(totals)
         self.reports[replica_id] = report
 
     def events_gap(self, replica_id: str) -> None:

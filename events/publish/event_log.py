@@ -152,7 +152,7 @@ class EventLog:
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Return each block's token bytes, empty if they are not kept."""
-        _, hashes, tokens, _ = change
+        hashes, tokens = change.hashes, change.tokens
         if self._hash_only or not tokens:
             return repeat(b"", len(hashes))
         stride = len(tokens) // len(hashes)

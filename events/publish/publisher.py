@@ -157,18 +157,20 @@ class EventPublisher:
         self._thread.start()
         return sockets.endpoints
 
-    def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes, salt: str = "") -> None:
-        """Consecutive blocks became resident. `parent` is None if the first of them starts a prompt; `salt` then
-        distinguishes it from other tenants' blocks of the same tokens.
+    def stored(
+        self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes, salt: str = "", medium: str = "GPU"
+    ) -> None:
+        """Consecutive blocks became resident in a medium. `parent` is None if the first of them starts a prompt; `salt`
+        then distinguishes it from other tenants' blocks of the same tokens.
         """
         assert len(tokens) % (4 * len(hashes) or 4) == 0, f"{len(tokens)} token bytes for {len(hashes)} blocks"
         if self._settings.publish_events and hashes:
-            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens), salt))
+            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens), salt, medium))
 
-    def removed(self, hashes: Sequence[bytes]) -> None:
-        """The last copies of these blocks were evicted."""
+    def removed(self, hashes: Sequence[bytes], medium: str = "GPU") -> None:
+        """The last copies of these blocks in a medium were evicted."""
         if self._settings.publish_events and hashes:
-            self._step.append(RemovedBlocks(tuple(hashes)))
+            self._step.append(RemovedBlocks(tuple(hashes), medium))
 
     def cleared(self) -> None:
         """The cache was emptied. Sent at once, because an idle engine has no steps that would flush it."""

@@ -20,12 +20,14 @@ class StoredBlocks(NamedTuple):
     hashes: tuple[bytes, ...]
     tokens: bytes
     salt: str = ""  #: of a chain's first block: what distinguishes it from other chains of the same tokens
+    medium: str = "GPU"  #: GPU: where the engine computes; CPU and DISK: the tiers below
 
 
 class RemovedBlocks(NamedTuple):
-    """Blocks whose last copy was evicted."""
+    """Blocks whose last copy in a medium was evicted."""
 
     hashes: tuple[bytes, ...]
+    medium: str = "GPU"
 
 
 class AllCleared(NamedTuple):

@@ -17,6 +17,7 @@ from ..load_report import CacheCounters as CacheCounters
 from ..load_report import LoadReport as LoadReport
 from ..load_report import PrefillCost as PrefillCost
 from ..load_report import PrefillWork as PrefillWork
+from ..load_report import TierLoad as TierLoad
 
 #: A block hash on the stream: the last 8 bytes as an unsigned int, or all bytes (setting `hash_format`).
 WireHash = int | bytes

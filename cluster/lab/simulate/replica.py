@@ -180,12 +180,19 @@ class SimulatedReplica:
 
     # Called by the prefix cache
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:  # noqa: ARG002
+    def stored(
+        self,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        tokens: bytes,
+        salt: str,  # noqa: ARG002
+        medium: str = "GPU",
+    ) -> None:
         self._stores += 1
-        self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
+        self._changes.append(StoredBlocks(parent, tuple(hashes), tokens, medium=medium))
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
-        self._changes.append(RemovedBlocks(tuple(hashes)))
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
+        self._changes.append(RemovedBlocks(tuple(hashes), medium))
 
     def cleared(self) -> None:
         self._changes.append(AllCleared())

@@ -107,11 +107,13 @@ class ModelReplica:
 
     # From the cache
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
+    def stored(
+        self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str, medium: str = "GPU"
+    ) -> None:
         blocks = [wire_hash(each) for each in hashes]
         self._event(lambda: self.world.placement.stored(self.name, blocks))
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
         blocks = [wire_hash(each) for each in hashes]
         self._event(lambda: self.world.placement.removed(self.name, blocks))
 
