@@ -114,8 +114,6 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_sums: list[float] | None = None  #: `PrefillSums` of all steps since the start; None if not measured
     #: free blocks that the waiting requests will take, estimated at their arrival; None if unknown
     waiting_blocks: int | None = None
-    #: number of running requests that generated 0, 1, 2 to 3, 4 to 7, ... tokens; trailing zeros are omitted
-    running_generated: list[int] = []
     tiers: tuple[TierLoad, ...] = ()  #: below the pool, the fastest first
 
 

@@ -282,20 +282,7 @@ class SimulatedReplica:
             prefill_cost=cost,
             prefill_sums=rates.prefill_sums,
             waiting_blocks=self._waiting_blocks,
-            running_generated=self._running_generated(),
         )
-
-    def _running_generated(self) -> list[int]:
-        clock = self._clock
-        tokens = [work.ahead + clock for work in self._decoding.values()]
-        if self._prefilling:
-            tokens += [work.generated for work in self._prefilling]
-        if not tokens:
-            return []
-        counts = [0] * (1 + max(tokens).bit_length())
-        for generated in tokens:
-            counts[generated.bit_length()] += 1
-        return counts
 
     def residents(self) -> Iterator[CachedBlock]:
         """The cached blocks that it announces; none if it shares its cache."""

@@ -266,7 +266,6 @@ class ModelReplica:
             draining=self.draining,
             queued_prefill=backlog.queued_prefill,
             waiting_blocks=backlog.waiting_blocks,
-            running_generated=backlog.running_generated,
         )
         if rng.random() >= self.world.trouble.absurd_report:
             return report
