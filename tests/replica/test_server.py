@@ -23,6 +23,7 @@ from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
 from homing.replica.config import ReplicaSettings
+from homing.replica.disk.file_format import Layout, decode_header
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.errors import EngineBroken, ReplicaError, StartupError
 from homing.replica.execute.runner import ModelRunner
@@ -102,6 +103,48 @@ def test_the_second_identical_prompt_reports_its_cached_tokens(replica: Served) 
         client.wait(request_id)
 
     assert [client.outputs[request_id][0].cached_tokens for request_id in (1, 2)] == [0, 31]
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_blocks_on_disk_answer_after_a_restart_unless_they_are_damaged(folder: Path, tmp_path: Path, kind: str) -> None:
+    """The answers are those of the first start in either case; a pool in 8 bits has its own bytes, and another file."""
+    prompt, disk, sockets = list(range(3, 35)), tmp_path / "disk", tmp_path / "sockets"
+    sockets.mkdir()
+    options: dict[str, Any] = {
+        "kvcache": {"disk_kv": str(disk), "disk_kv_size": 1 << 20},
+        "settings": {"kv_cache_dtype": kind, "dtype": "bfloat16"},
+    }
+    answers, cached = [], []
+    for start in range(3):
+        if start == 2:
+            (path,) = disk.iterdir()
+            with path.open("r+b") as raw:
+                header = decode_header(raw.read(4096))
+                assert header is not None
+                layout = Layout(header.identity.block_size, header.identity.block_bytes, header.slots)
+                raw.seek(layout.data_at(0))
+                raw.write(b"\xa5" * (layout.file_bytes - layout.data_at(0)))
+        with served(folder, sockets, **options) as running:
+            client = running.client()
+            client.ask(1, prompt, max_tokens=12)
+            client.wait(1)
+            answers.append(client.tokens(1))
+            cached.append(client.outputs[1][0].cached_tokens)
+
+    assert answers == [answers[0]] * 3
+    assert cached == [0, 31, 0]
+
+
+def test_a_replica_that_cannot_use_its_disk_says_why(folder: Path, tmp_path: Path) -> None:
+    """Nothing stays open or behind; the setting to change is named."""
+    (tmp_path / "file").write_text("mine")
+    for kvcache, message in (
+        ({"disk_kv": str(tmp_path / "file"), "disk_kv_size": 1 << 20}, "file: it is not a folder"),
+        ({"disk_kv": str(tmp_path), "disk_kv_size": 4096}, "disk_kv_size 4,096: it holds only"),
+    ):
+        with pytest.raises(StartupError, match=message), served(folder, None, kvcache=kvcache):
+            pass
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_description_says_how_to_reach_and_what_to_expect(replica: Served) -> None:
