@@ -409,7 +409,7 @@ class ReplicaServer(RankServer):
         self._throttle = ReportThrottle()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
-        self._step_since: float | None = None
+        self._turn_since: float | None = None
         self._last_step_s = 0.0
         self._waker = Waker()
         #: Guards `_commands` and `_closed`: no command is queued after the last one has run.
@@ -450,9 +450,13 @@ class ReplicaServer(RankServer):
         return self._ask(lambda: list(self._cache.residents()))
 
     def step_s(self) -> float:
-        """Seconds since the current step began, or since steps have found nothing that can run; 0 between steps."""
-        since = self._step_since
-        return 0.0 if since is None else time.monotonic() - since
+        """Seconds since the engine's thread began its current turn, or since steps have found nothing that can run.
+
+        A turn reads requests, runs a step and sends its outputs; each can hang. 0 while the thread waits for work. Or
+        since the publisher's current turn began, if that is longer ago: without reports, the replica counts as silent.
+        """
+        since = self._turn_since
+        return max(0.0 if since is None else time.monotonic() - since, self._publisher.turn_s())
 
     def check(self) -> None:
         self._ask(self._engine.scheduler.check)
@@ -480,6 +484,8 @@ class ReplicaServer(RankServer):
 
     def _run_once(self) -> None:
         """Run commands and read requests, then run one step or wait for work."""
+        if self._turn_since is None:
+            self._turn_since = time.monotonic()
         if self._waker.clear():
             self._run_commands()
         if (error := self._publisher.error) is not None:  # routers would take the replica for silent, for good
@@ -490,25 +496,25 @@ class ReplicaServer(RankServer):
         if len(self._compiling) > compiling and self._engine.has_work:
             self._wait_for_guides(compiling)
         if not self._engine.has_work:
-            self._step_since = None
             self._engine.expire_pins()
             self._publisher.flush()
             self._publisher.report(self._load())
-            self._poller.poll(self._idle_ms if self._keeper is None else self._keep_blocks(self._keeper))
+            wait_ms = self._idle_ms if self._keeper is None else self._keep_blocks(self._keeper)
+            self._turn_since = None
+            self._poller.poll(wait_ms)
             return
         self._threads.update()
-        if self._step_since is None:
-            self._step_since = time.monotonic()
         began = time.monotonic()
         result = self._engine.step()
         self._last_step_s = time.monotonic() - began
-        if result.rows or result.outputs or not self._engine.has_work:
-            self._step_since = None
-        else:  # one such step may follow an overlapped one; if they go on, `step_s` tells
+        advanced = result.rows or result.outputs or not self._engine.has_work
+        if not advanced:  # one such step may follow an overlapped one; if they go on, `step_s` tells
             self._poller.poll(STUCK_POLL_MS)
         self._publish(result)
         if self._keeper is not None:
             self._keeper.work(self._busy_blocks)
+        if advanced:
+            self._turn_since = None
         if result.error is not None and isinstance(result.error.__cause__, torch.AcceleratorError):
             # After an illegal access, say, a CUDA device fails every later call of this process.
             raise EngineBroken(f"the device failed: {result.error}") from result.error

@@ -29,7 +29,7 @@ from homing.replica.errors import EngineBroken, ReplicaError, StartupError
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Constraint, Generate, Pin
 from homing.replica.parallel.rank_group import RankGroup
-from homing.replica.server import MAX_FAILURES, start_replica
+from homing.replica.server import MAX_FAILURES, ReplicaServer, start_replica
 
 from .clients import PATIENCE_S, SEED, Client, Served, served
 from .fakes import generate
@@ -553,22 +553,42 @@ def test_a_replica_whose_publisher_fails_ends(folder: Path, tmp_path: Path) -> N
         assert "publisher" in str(running.error)
 
 
-def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
-    """A hung rank or device raises nothing; only the step's duration reveals it (cluster/control/actors.py)."""
-    loader = Loader()
+def step_s_until(server: ReplicaServer, done: Callable[[float], bool]) -> float:
+    """Wait until `step_s` is as wanted, and return it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not done(value := server.step_s()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return value
+
+
+@pytest.mark.parametrize("place", ["the device", "sending", "publishing"])
+def test_a_turn_that_does_not_end_shows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A hung rank, device or socket raises nothing; only the turn's duration reveals it (cluster/control/actors.py)."""
+    loader, sending = Loader(), threading.Event()
     with served(folder, tmp_path, load_runner=loader) as running:
-        client, before = running.client(), running.server.step_s()
-        loader.runner.gate.clear()
+        server, client = running.server, running.client()
+        before = step_s_until(server, lambda value: value == 0)
+        gate = loader.runner.gate
+        if place == "sending":
+            gate, send = sending, server._requests.send
+            monkeypatch.setattr(
+                server._requests, "send", lambda *message: (sending.wait(PATIENCE_S), send(*message))[1]
+            )
+        elif place == "publishing":
+            gate, send_batches = sending, server._publisher._send_batches
+            monkeypatch.setattr(
+                server._publisher, "_send_batches", lambda sockets: sending.wait(PATIENCE_S) and send_batches(sockets)
+            )
+        gate.clear()
         client.ask(1, [5, 6, 7])
-        deadline = time.monotonic() + PATIENCE_S
-        while not running.server.step_s() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        during = running.server.step_s()
-        loader.runner.gate.set()
+        during = step_s_until(server, lambda value: value > 0.1)
+        gate.set()
         client.wait(1)
 
         assert before == 0
-        assert during > 0
+        assert during > 0.1
         assert len(client.tokens(1)) == 4
 
 
@@ -580,9 +600,7 @@ def test_steps_that_can_run_nothing_show_like_one_that_does_not_end(replica: Ser
     assert taken is not None
     client.ask(1, [5, 6, 7])
     deadline = time.monotonic() + PATIENCE_S
-    while server.step_s() < 0.1 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    during = server.step_s()
+    during = step_s_until(server, lambda value: value >= 0.1)
     if aborted:
         client.abort(1)
         while not server.idle() and time.monotonic() < deadline:
@@ -593,7 +611,7 @@ def test_steps_that_can_run_nothing_show_like_one_that_does_not_end(replica: Ser
 
     assert during >= 0.1
     assert server.idle()
-    assert server.step_s() == 0.0
+    assert step_s_until(server, lambda value: value == 0) == 0
 
 
 def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> None:
