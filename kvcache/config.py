@@ -32,5 +32,7 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(ge=0),
         "host memory of a replica for evicted KV blocks, all ranks together; 0: none",
     ] = 0
+    disk_kv: Annotated[str, "folder for KV blocks that survive a restart; empty: none"] = ""
+    disk_kv_size: Annotated[int, Meta(ge=0), "bytes that a replica uses in that folder"] = 0
     pin_tenant_share: Annotated[float, Meta(ge=0, le=1), "share of the blocks that one tenant may pin"] = 0.1
     pin_total_share: Annotated[float, Meta(ge=0, le=1), "share of the blocks that all tenants may pin"] = 0.5

@@ -2,7 +2,7 @@
 
 Slots are numbers; a generation, which only grows, tells what a slot holds now from what it held before. A block is
 `writing` until the caller says that it is on disk, and is announced then. What is being read is kept until the read has
-ended. Otherwise the block that was used longest ago gives way to a new one.
+ended. Otherwise a new block replaces the last one of the chain that was used longest ago.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +41,8 @@ class DiskTier:
         self._reading: dict[int, int] = {}
         #: Slots of blocks whose read failed, while other reads of them are under way.
         self._failed: set[int] = set()
+        #: Of the blocks that can be read, those that follow a hash, the one that came first in front.
+        self._following: dict[BlockHash, dict[BlockHash, None]] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._generation = 0
 
@@ -65,6 +67,8 @@ class DiskTier:
                 self._held[block.block_hash] = block
         # The newest were entered first, so that they won.
         self._held = dict(reversed(self._held.items()))
+        for block in self._held.values():
+            self._following.setdefault(block.parent, {})[block.block_hash] = None
         self._generation = max((each.generation for each in (*self._held.values(), *spare)), default=0)
         used = {block.slot for block in self._held.values()}
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in used]
@@ -101,7 +105,18 @@ class DiskTier:
             self._free.append(block.slot)
             return
         self._held[block.block_hash] = block
+        self._following.setdefault(block.parent, {})[block.block_hash] = None
         self._stored([block])
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """A block was used: if it is there, it is now the last to give way."""
+        if block := self._held.pop(block_hash, None):
+            self._held[block_hash] = block
+
+    def drop(self, block: DiskBlock) -> None:
+        """Forget a block that can be read by nobody."""
+        self._forget(block)
+        self._free.append(block.slot)
 
     def begin_read(self, block_hash: BlockHash) -> DiskBlock:
         """Use a block: it is now the last to give way, and stays until `end_read`."""
@@ -126,7 +141,7 @@ class DiskTier:
 
     def clear(self) -> None:
         """Forget all blocks. The listener is told by the cache that is cleared."""
-        for each in (self._held, self._writing, self._reading, self._failed):
+        for each in (self._held, self._writing, self._reading, self._failed, self._following):
             each.clear()
         self._free = list(range(self.slots - 1, -1, -1))
 
@@ -138,18 +153,36 @@ class DiskTier:
         assert len(set(slots)) == len(slots), f"a slot is used twice: {slots}"
         both = self._held.keys() & self._writing.keys()
         assert not both, f"{len(both)} blocks are on disk and being written"
+        followers = {each for following in self._following.values() for each in following}
+        assert followers == self._held.keys(), f"{len(followers)} blocks follow others, {len(self._held)} are held"
 
     def _evict(self) -> int | None:
-        """Free the slot of the block used longest ago that nobody reads."""
+        """Free the slot of the last block of the chain that was used longest ago, unless it is being read.
+
+        A block before it would take those that follow with it: they can be used only together with it.
+        """
         victim = next((block for block in self._held.values() if block.generation not in self._reading), None)
         if victim is None:
             return None
+        # A block follows another one once at most, so this ends; hashes that form a ring have collided.
+        for _ in range(len(self._held)):
+            following = self._following.get(victim.block_hash)
+            if not following:
+                break
+            after = self._held[next(iter(following))]
+            if after.generation in self._reading:
+                break
+            victim = after
         self.evicted += 1
         self._forget(victim)
         return victim.slot
 
     def _forget(self, block: DiskBlock) -> None:
         del self._held[block.block_hash]
+        following = self._following[block.parent]
+        del following[block.block_hash]
+        if not following:
+            del self._following[block.parent]
         if self._listener is not None:
             self._listener.removed([block.block_hash], DISK)
 
@@ -173,3 +206,28 @@ def _runs(held: dict[BlockHash, DiskBlock]) -> Iterator[list[DiskBlock]]:
             run.append(following[0])
             heads.extend(following[1:])
         yield run
+
+
+def newest_chains(held: Iterable[DiskBlock], most: int) -> list[list[DiskBlock]]:
+    """At most so many blocks, with all blocks before them, as runs; the newest chains first, parents before followers.
+
+    `held` in the order of use. Blocks without a block before them are left out.
+    """
+    by_hash = {block.block_hash: block for block in held}
+    chosen: set[BlockHash] = set()
+    unusable: set[BlockHash] = set()
+    for block in reversed(by_hash.values()):
+        path: list[BlockHash] = []
+        step: DiskBlock | None = block
+        while step is not None and step.block_hash not in chosen and step.block_hash not in unusable:
+            path.append(step.block_hash)
+            if step.first or len(path) > len(by_hash):
+                break
+            step = by_hash.get(step.parent)
+        if step is None or step.block_hash in unusable or len(path) > len(by_hash):
+            unusable.update(path)
+        else:
+            chosen.update(path[max(0, len(chosen) + len(path) - most) :])
+        if len(chosen) >= most:
+            break
+    return list(_runs({block_hash: block for block_hash, block in by_hash.items() if block_hash in chosen}))

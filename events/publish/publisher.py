@@ -140,6 +140,7 @@ class EventPublisher:
         self._sockets: _Sockets | None = None
         #: Why the thread has ended by itself; None: it has not. The owner must then end, too: nobody hears from it.
         self.error: Exception | None = None
+        self._turn_since: float | None = None
 
     def start(self) -> EventEndpoints:
         """Bind, start the thread and return the addresses. May be called only once. Raises EndpointUnusable."""
@@ -207,6 +208,11 @@ class EventPublisher:
         self._waker.close()
         self._waker = None
 
+    def turn_s(self) -> float:
+        """Seconds since the thread began its current turn; 0 while it waits. A turn that does not end hangs."""
+        since = self._turn_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def _wake(self) -> None:
         waker = self._waker
         if waker is not None:
@@ -221,6 +227,7 @@ class EventPublisher:
         next_beat = time.monotonic()
         try:
             while not self._closing.is_set():
+                self._turn_since = time.monotonic()
                 waker.clear()
                 busy = self._send_batches(sockets)
                 if self._new_load:
@@ -232,6 +239,7 @@ class EventPublisher:
                 if time.monotonic() >= next_beat:
                     self._send_heartbeat(sockets)
                     next_beat = time.monotonic() + interval
+                self._turn_since = None
                 sockets.wait(0.0 if busy else next_beat - time.monotonic())
             while self._send_batches(sockets):
                 pass

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 MAX_WRITES, MAX_READS = 64, 256
 #: A disk that takes longer over one block gets no more work until it is done.
 STALLED_S = 0.5
+#: Failures of one kind are logged no more often; all are counted.
+LOG_EVERY_S = 10.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,6 +80,7 @@ class DiskWorker:
         self._ended: deque[Ended] = deque()
         self._busy_since: float | None = None
         self._numbers = 0
+        self._logged: dict[str, float] = {}
         self._closing = False
         self._more = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="disk-kv", daemon=True)
@@ -173,7 +176,9 @@ class DiskWorker:
             else:
                 self._file.clear()
         except DiskFailure as error:
-            log.warning("disk_kv_failed kind=%s error=%s", error.kind, error)
+            if self._clock() - self._logged.get(error.kind, -LOG_EVERY_S) >= LOG_EVERY_S:
+                self._logged[error.kind] = self._clock()
+                log.warning("disk_kv_failed kind=%s error=%s", error.kind, error)
             return error.kind
         except Exception as error:  # a defect must not end the thread, which would leave requests waiting
             log.exception("disk_kv_failed kind=disk_error")

@@ -27,7 +27,7 @@ MAX_FILES = 256
 _NAME = re.compile(r"homing-(?P<identity>[0-9a-f]{32})-(?P<number>\d+)-rank(?P<rank>\d+)\.kv")
 
 
-def check_settings(disk_kv: str, disk_kv_size: int, *, host_kv_memory: int, prefix_caching: bool = True) -> None:
+def check_settings(disk_kv: str, disk_kv_size: int, *, prefix_caching: bool = True, ranks: int = 1) -> None:
     """Check what needs no model; changes nothing. Raises DiskTierUnusable."""
     if not disk_kv:
         if disk_kv_size:
@@ -37,10 +37,8 @@ def check_settings(disk_kv: str, disk_kv_size: int, *, host_kv_memory: int, pref
         raise DiskTierUnusable(f"disk_kv_size 0: set the bytes that each replica may use in {disk_kv}")
     if not prefix_caching:
         raise DiskTierUnusable("disk_kv needs prefix_caching: without it, no block is used again")
-    if not host_kv_memory:
-        raise DiskTierUnusable(
-            "disk_kv needs host_kv_memory: blocks go to the disk from there, and come back through it"
-        )
+    if ranks > 1:
+        raise DiskTierUnusable(f"disk_kv: replicas of {ranks} ranks cannot keep blocks on disk yet; leave it out")
     folder = _checked_folder(disk_kv)
     disk = os.statvfs(folder if folder.exists() else folder.parent)
     if disk_kv_size > disk.f_blocks * disk.f_frsize:

@@ -16,8 +16,8 @@ from .blocks import IDENTITY, entry, kv_of
 SIZE = 1 << 20
 
 
-def checked(folder: object, size: int = SIZE, *, host: int = SIZE, caches: bool = True) -> None:
-    check_settings(str(folder), size, host_kv_memory=host, prefix_caching=caches)
+def checked(folder: object, size: int = SIZE, *, caches: bool = True, ranks: int = 1) -> None:
+    check_settings(str(folder), size, prefix_caching=caches, ranks=ranks)
 
 
 def opened(folder: Path, identity: Identity = IDENTITY, size: int = SIZE, **named: int) -> tuple[DiskFile, int]:
@@ -38,7 +38,7 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         "disk_kv_size is set, but not disk_kv": (("",), {}),
         "disk_kv_size 0: set the bytes": ((tmp_path, 0), {}),
         "disk_kv needs prefix_caching": ((tmp_path,), {"caches": False}),
-        "disk_kv needs host_kv_memory": ((tmp_path,), {"host": 0}),
+        "replicas of 2 ranks cannot": ((tmp_path,), {"ranks": 2}),
         "bytes; lower it": ((tmp_path, 1 << 60), {}),
         "file: it is not a folder": ((tmp_path / "file",), {}),
         "dangling: it is not a folder": ((tmp_path / "dangling",), {}),
