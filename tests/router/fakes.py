@@ -16,7 +16,7 @@ import zmq
 
 from homing.events.config import EventsSettings
 from homing.events.publish.publisher import EventPublisher
-from homing.events.wire.messages import CacheCounters, EventEndpoints, LoadReport, PrefillCost
+from homing.events.wire.messages import CacheCounters, EventEndpoints, LoadReport, PrefillCost, TierLoad
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, BlockHasher, split_hashes, token_array, token_bytes
 from homing.kvcache.parity import canary_hash
@@ -195,6 +195,7 @@ class _Work:
     request: Generate
     generated: int
     cached_tokens: int | None = None  #: None until admitted
+    loaded_tokens: int = 0  #: the part of them from host memory
     to_prefill: int = 0
     started: bool = False
 
@@ -212,6 +213,9 @@ class FakeReplica:
     budget: int = 512
     left: int = 512  #: of the step's token budget
     pinned_tokens: int | None = None  #: reported with each request's first token
+    chain: list[BlockHash] = field(default_factory=list)  #: of the last prompt whose blocks were stored
+    host: set[bytes] = field(default_factory=set)  #: blocks in host memory
+    host_block_s: float = 0.0001  #: time to load one of them
     copied_tokens: int = 0  #: tokens of each prompt that count as cached beyond its cached blocks
 
     def take(self, message: Request) -> Refused | None:
@@ -242,13 +246,14 @@ class FakeReplica:
     def load(self, router_id: str, **fields: object) -> LoadReport:
         """Build this replica's load report."""
         queued = sum(work.to_prefill for work in self.work.values() if work.cached_tokens is not None)
-        values = {"queued_prefill_tokens": queued} | fields
+        tiers = (TierLoad("CPU", 1000, len(self.host), self.host_block_s),) if self.host else ()
+        values = {"queued_prefill_tokens": queued, "tiers": tiers} | fields
         return report_of(running=len(self.work), accepted={router_id: self.highest}, **values)
 
     def _prefill(self, work: _Work) -> bool:
         """Continue the prefill within the rest of the step's budget; return True when it is complete."""
         if work.cached_tokens is None and self.left:
-            work.cached_tokens = self._cached_tokens(work.request)
+            work.cached_tokens = self._cached_tokens(work)
             work.to_prefill = len(work.request.token_ids) // 4 - work.cached_tokens
         taken = min(self.left, work.to_prefill)
         self.left -= taken
@@ -266,14 +271,18 @@ class FakeReplica:
             token_ids=[token_at(sampling.seed, index)],
             finish_reason="length" if work.generated >= sampling.max_tokens else None,
             cached_tokens=cached,
+            loaded_tokens=(("CPU", work.loaded_tokens),) if cached is not None and work.loaded_tokens else (),
             pinned_tokens=None if cached is None else self.pinned_tokens,
         )
 
-    def _cached_tokens(self, request: Generate) -> int:
-        blocks = 0
+    def _cached_tokens(self, work: _Work) -> int:
+        request, blocks = work.request, 0
+        usable = (len(request.token_ids) // 4 - 1) // BLOCK
         for block in split_hashes(request.block_hashes):
             if block not in self.resident:
-                break
+                if block not in self.host or blocks >= usable:
+                    break
+                work.loaded_tokens += BLOCK
             blocks += 1
         self.full_prefills += not blocks
         return min(blocks * BLOCK + self.copied_tokens, len(request.token_ids) // 4 - 1)
@@ -284,6 +293,7 @@ class FakeReplica:
         if known == len(hashes):
             return []
         self.resident.update(hashes[known:])
+        self.chain = hashes
         tokens = request.token_ids[known * BLOCK * 4 : len(hashes) * BLOCK * 4]
         return [(hashes[known - 1] if known else None, hashes[known:], tokens)]
 
@@ -295,7 +305,9 @@ class FakeReplica:
 class SocketReplica:
     """A `FakeReplica` behind the sockets of a real one. It steps in the test's event loop."""
 
-    def __init__(self, replica_id: str, *, epoch: int = 1, step_s: float = 0.005, publish: bool = True) -> None:
+    def __init__(
+        self, replica_id: str, *, epoch: int = 1, step_s: float = 0.005, publish: bool = True, tiers: bool = False
+    ) -> None:
         self.core = FakeReplica(replica_id)
         self.paused = False
         self._step_s = step_s
@@ -307,6 +319,7 @@ class SocketReplica:
             host="127.0.0.1",
             block_size=BLOCK,
             epoch=epoch,
+            tiers=tiers,
         )
         self.description = description_of(
             replica_id,
@@ -320,6 +333,15 @@ class SocketReplica:
         self.on_message: Callable[[Request], Reply | None] = lambda message: None
         #: Messages that it reads and drops without a word.
         self.drops: Callable[[Request], bool] = lambda message: False
+
+    def demote(self, *, keep: int = 0) -> None:
+        """Move all cached blocks of a replica with one chain to host memory, except the first few."""
+        gone = self.core.chain[keep:]
+        self.core.resident.difference_update(gone)
+        self.core.host.update(gone)
+        self._publisher.removed(gone)
+        self._publisher.stored(None, gone, b"", medium="CPU")
+        self._publisher.flush()
 
     def start(self) -> None:
         """Start stepping."""

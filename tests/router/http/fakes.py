@@ -36,7 +36,14 @@ def scored(token_id: int, others: int) -> PositionLogprobs:
     return PositionLogprobs(TokenLogprob(token_id, -0.25), top[:others] if others else [])
 
 
-def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None) -> Script:
+def reply(
+    ids: list[int],
+    *,
+    cached: int = 0,
+    pinned: int | None = None,
+    finish: str | None = None,
+    loaded: tuple[tuple[str, int], ...] = (),
+) -> Script:
     """A script of one delta per token of `ids`; like a replica, it finishes with "length" at the limit, else "stop"."""
 
     def script(request: GenerationRequest) -> Iterable[Item]:
@@ -55,6 +62,7 @@ def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish:
                 else [NO_LOGPROBS, *(encoded_position(scored(each, wanted)) for each in prompt[1:])],
                 finish_reason=ending if last else None,
                 cached_tokens=cached if first else None,
+                loaded_tokens=loaded if first else (),
                 pinned_tokens=pinned if first and request.pins else None,
             )
 

@@ -1,6 +1,8 @@
 """The router service over real sockets, with fake replicas behind them."""
 
 import asyncio
+import functools
+import operator
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 
 from homing.events.wire.messages import LoadReport
+from homing.kvcache.hashing import wire_hash
 from homing.replica.messages import (
     MAX_NEXT_EVICTIONS,
     AskNextEvictions,
@@ -177,6 +180,40 @@ async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> No
     assert {replica for replica, _ in answers} == {home}
     assert first[0].cached_tokens == 0
     assert {deltas[0].cached_tokens for _, deltas in answers} == {192}
+
+
+async def test_a_prefix_that_moved_to_host_memory_is_found_there_predicted_and_told(cluster: Cluster) -> None:
+    """From the replica's events to the decision, the first token and what is shown; after a kill nothing is left."""
+    for name in ("r0", "r1"):
+        cluster.add(name, tiers=True)
+    cluster.publish()
+    await cluster.ready("r0", "r1")
+    home, _ = await cluster.ask(request_of(PROMPT))
+    assert home is not None
+    await cluster.indexed(home, 12)
+
+    cluster.replicas[home].demote(keep=5)
+    await until(lambda: "CPU" in (tiers := cluster.view(home).tiers) and tiers["CPU"].indexed_blocks == 7)
+    table = cluster.service.explain(request_of([*PROMPT, 7]))
+    replica, deltas = await cluster.ask(request_of([*PROMPT, 7], seed=2))
+
+    view, counters = cluster.view(home), cluster.service.view().counters
+    xor = functools.reduce(operator.xor, map(wire_hash, cluster.replicas[home].core.chain[5:12]))
+    (row,) = [each for each in table.replicas if each.replica_id == home]
+    assert (row.held_blocks, row.slower_blocks) == (12, {"CPU": 7})
+    assert row.loading_s == pytest.approx(7 * 0.0001)
+    assert (replica, deltas[0].cached_tokens, deltas[0].loaded_tokens) == (home, 12 * 16, (("CPU", 7 * 16),))
+    assert (counters.loads_exact, counters.loads_wrong, counters.predictions_exact) == (1, 0, 2)
+    assert counters.predicted_loaded_tokens == counters.delivered_loaded_tokens == 7 * 16
+    assert (view.tiers["CPU"].used_blocks, view.tiers["CPU"].index_digest) == (7, f"{xor:016x}")
+
+    await cluster.replicas[home].stop()
+    cluster.add(home, epoch=2, tiers=True)
+    cluster.publish()
+    await until(lambda: cluster.view(home).epoch == 2)
+    await cluster.ready(home)
+    assert cluster.view(home).tiers == {}
+    assert [each.slower_blocks for each in cluster.service.explain(request_of(PROMPT)).replicas] == [{}, {}]
 
 
 async def test_tenants_do_not_share(pair: Cluster) -> None:

@@ -63,6 +63,20 @@ async def test_usage_and_headers_tell_where_the_answer_comes_from(client: httpx.
     assert (response.headers["x-homing-replica"], response.headers["x-homing-cached-tokens"]) == ("r0", "3")
 
 
+async def test_what_came_from_tiers_is_told_by_medium(client: httpx.AsyncClient, backend: FakeBackend):
+    """Of several choices of a prompt, the first one's counts, as for cached tokens. Nothing is said without tiers."""
+    backend.script = reply([1, 2], cached=48, loaded=(("CPU", 32), ("DISK", 16)))
+
+    response = await client.post(CHAT, json={"messages": MESSAGES, "n": 2})
+    streamed = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(await client.post(CHAT, json=streamed))
+
+    details = {"cached_tokens": 48, "loaded_tokens": {"CPU": 32, "DISK": 16}}
+    assert response.json()["usage"]["prompt_tokens_details"] == details
+    assert response.headers["x-homing-loaded-tokens"] == "CPU=32, DISK=16"
+    assert json.loads(chunks[-2])["usage"]["prompt_tokens_details"] == details
+
+
 async def test_the_prompt_is_the_rendered_template(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
