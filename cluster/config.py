@@ -182,7 +182,7 @@ FIXED: dict[str, str] = {
 PATHS = frozenset(
     {
         *("api_keys_file", "access_log", "chat_template", "response_store", "tls_cert_file", "tls_key_file"),
-        *("events_curve_keys", "tokenizer", "engine_python"),
+        *("events_curve_keys", "tokenizer", "engine_python", "disk_kv"),
     }
 )
 #: Settings that are gone, and what happens instead. A setting with a similar name would often mean something else.

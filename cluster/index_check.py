@@ -9,11 +9,11 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..events import EventError, EventFeed, KeyPair, KeysRefused
 from ..events.errors import ClusterUnreachable
-from ..events.follow.block_set import CacheMirror, Digest
+from ..events.follow.block_set import Digest, TieredMirror
 from ..events.follow.cluster_feed import ClusterFeed, Source
 from ..events.follow.subscription import Apply, FeedStatus, Reset
 from ..events.sdk.plain_stream import stream_events
@@ -26,10 +26,17 @@ PATIENCE_S = 10.0
 POLL_S = 0.1
 
 
+class Contents(NamedTuple):
+    """The digests of what a replica holds."""
+
+    pool: Digest
+    tiers: Mapping[str, Digest]  #: of those that hold blocks, by medium
+
+
 @dataclass(slots=True)
 class _Followed:
-    held: CacheMirror = field(default_factory=CacheMirror)
-    digests: OrderedDict[int, Digest] = field(default_factory=OrderedDict)  #: by the next batch
+    held: TieredMirror = field(default_factory=TieredMirror)
+    digests: OrderedDict[int, "Contents"] = field(default_factory=OrderedDict)  #: by the next batch
 
 
 class Digests:
@@ -39,7 +46,7 @@ class Digests:
         self._followed: dict[Source, _Followed] = {}
         self.problems: dict[str, str] = {}  #: by replica
 
-    def of(self, source: Source) -> Mapping[int, Digest]:
+    def of(self, source: Source) -> Mapping[int, Contents]:
         """The digests of a replica's blocks by the number of the next batch."""
         return self._followed[source].digests if source in self._followed else {}
 
@@ -55,7 +62,8 @@ class Digests:
             followed.digests.clear()
         for item in stream_events(instruction):
             followed.held.apply(item.event)
-        followed.digests[0 if instruction.seq is None else instruction.seq + 1] = followed.held.digest
+        held = Contents(followed.held.pool.digest, followed.held.digests)
+        followed.digests[0 if instruction.seq is None else instruction.seq + 1] = held
         if len(followed.digests) > MAX_BATCHES:
             followed.digests.popitem(last=False)
 
@@ -87,11 +95,20 @@ def judge(replica: Mapping[str, Any], digests: Digests) -> Verdict:
     known = digests.of(Source(name, replica["epoch"])).get(replica["events_seq"])
     if known is None:
         return Verdict(name, None, "not compared: its events did not arrive here")
-    router = Digest(replica["indexed_blocks"], int(replica["index_digest"], 16))
+    tiers = {medium: _indexed(tier) for medium, tier in replica.get("tiers", {}).items()}
+    router = Contents(_indexed(replica), {medium: digest for medium, digest in tiers.items() if digest.blocks})
     at = f"after batch {replica['events_seq'] - 1}" if replica["events_seq"] else "before the first batch"
     if router == known:
-        return Verdict(name, True, f"exact: {known.blocks} blocks {at}")
-    return Verdict(name, False, f"differs: {router.blocks} blocks in the index, {known.blocks} on the replica {at}")
+        return Verdict(name, True, f"exact: {_counts(known)} {at}")
+    return Verdict(name, False, f"differs: {_counts(router)} in the index, {_counts(known)} on the replica {at}")
+
+
+def _indexed(view: Mapping[str, Any]) -> Digest:
+    return Digest(view["indexed_blocks"], int(view["index_digest"], 16))
+
+
+def _counts(held: Contents) -> str:
+    return f"{held.pool.blocks} blocks" + "".join(f", {each.blocks} in {name}" for name, each in held.tiers.items())
 
 
 def compare_index(
@@ -112,7 +129,7 @@ async def _compare(
         except ClusterError as error:
             raise ClusterUnreachable(str(error)) from error
 
-    feed = ClusterFeed(listed, digests, keys=keys, heartbeat_interval_s=heartbeat_interval_s)
+    feed = ClusterFeed(listed, digests, tiers=True, keys=keys, heartbeat_interval_s=heartbeat_interval_s)
     following = asyncio.ensure_future(feed.run())
     waited = 0.0
     try:

@@ -10,6 +10,7 @@ from .errors import EventError as EventError
 from .errors import KeysRefused as KeysRefused
 from .errors import PublisherGone as PublisherGone
 from .follow.block_set import CacheMirror as CacheMirror
+from .follow.block_set import TieredMirror as TieredMirror
 from .follow.feed import EventFeed as EventFeed
 from .follow.subscription import Subscription as Subscription
 from .sdk.follow_cluster import follow as follow

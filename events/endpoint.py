@@ -14,6 +14,8 @@ from .errors import EndpointUnusable
 _MAX_IPC_PATH = 103
 
 SOCKET_NAMES = ("events", "replay", "state", "snapshot")
+#: More sockets of a replica with tiers.
+TIERED_SOCKET_NAMES = ("tiered_events", "tiered_replay")
 
 
 def ipc_address(folder: Path, epoch: int, name: str) -> str:

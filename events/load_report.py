@@ -37,6 +37,21 @@ class CacheCounters(msgspec.Struct, frozen=True, kw_only=True):
     pins_expired: int = 0
     pins_broken: int = 0
     partial_hit_tokens: int = 0  #: the part of `hit_tokens` copied from partially matching blocks
+    host_hit_tokens: int = 0  #: the part of `hit_tokens` loaded from the host tier
+    disk_hit_tokens: int = 0  #: the part of `hit_tokens` loaded from the disk tier
+    demoted_tokens: int = 0  #: evicted from the pool, and kept in a tier
+    promoted_tokens: int = 0  #: loaded from a tier into the pool
+    tier_evicted_tokens: int = 0  #: evicted from the last tier that held them
+    tier_failures: dict[str, int] = {}  #: blocks that a tier could not keep or give back, by kind of failure
+
+
+class TierLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The state of one tier below the pool."""
+
+    medium: str  #: CPU or DISK
+    total_blocks: int
+    used_blocks: int
+    load_block_s: float  #: measured time to bring one block up into the pool
 
 
 class PrefillWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,8 +114,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_sums: list[float] | None = None  #: `PrefillSums` of all steps since the start; None if not measured
     #: free blocks that the waiting requests will take, estimated at their arrival; None if unknown
     waiting_blocks: int | None = None
-    #: number of running requests that generated 0, 1, 2 to 3, 4 to 7, ... tokens; trailing zeros are omitted
-    running_generated: list[int] = []
+    tiers: tuple[TierLoad, ...] = ()  #: below the pool, the fastest first
 
 
 #: Factor by which a step's weight shrinks with every later step, so that about the last 100 count. Not tuned.

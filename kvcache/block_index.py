@@ -23,16 +23,20 @@ from .pool import Block, BlockId, BlockState
 class CacheListener(Protocol):
     """Receives changes to the resident set synchronously, in the caller's thread. Must not block or call the cache."""
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
-        """Consecutive blocks of one chain became resident. `parent` is None if they start the chain, which `salt` then
+    def stored(
+        self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str, medium: str = "GPU"
+    ) -> None:
+        """Consecutive blocks of one chain became resident in a medium: GPU is the pool, CPU and DISK are the tiers.
+
+        `parent` is the block before them, whatever its medium; None if they start the chain, which `salt` then
         distinguishes from other tenants' chains of the same tokens (otherwise it is empty).
         """
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """The last copies of these blocks were evicted."""
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
+        """The last copies of these blocks in a medium were evicted."""
 
     def cleared(self) -> None:
-        """The cache was emptied."""
+        """The cache was emptied, tiers included."""
 
 
 @dataclass(slots=True, frozen=True)

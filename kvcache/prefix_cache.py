@@ -321,6 +321,10 @@ class PrefixCache:
             self._listener.cleared()
         return True
 
+    def block_of(self, block_hash: BlockHash) -> Block | None:
+        """A copy of the block with this hash, if it is cached."""
+        return self._index.blocks.get(block_hash)
+
     def residents(self) -> Iterator[CachedBlock]:
         """Iterate over a copy of the distinct cached blocks, parents before their children."""
         return self._index.residents()

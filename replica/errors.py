@@ -62,6 +62,10 @@ class StartupError(ReplicaError):
     """The replica cannot serve with these settings on this machine."""
 
 
+class DiskTierUnusable(StartupError):
+    """The settings of the disk tier, or the files in its folder, do not allow to use it."""
+
+
 class ModelError(StartupError):
     """The model cannot be loaded or run; raised while a replica starts, never for a request."""
 

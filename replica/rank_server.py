@@ -34,5 +34,5 @@ class RankServer(ABC):
         return []
 
     def step_s(self) -> float:
-        """Seconds since the current step began; 0 between steps, and on workers: rank 0's step waits for all ranks."""
+        """Seconds since the current turn began; 0 while waiting for work, and on workers: rank 0 waits for them."""
         return 0.0

@@ -7,12 +7,14 @@ idle, and sends one `TokenBatch` per step and router. Other threads reach the en
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
 from secrets import randbits
@@ -26,12 +28,16 @@ from ..events.config import EventsSettings
 from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import EventEndpoints, LoadReport
-from ..kvcache.block_index import CachedBlock
+from ..kvcache.block_index import CachedBlock, CacheListener
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import PrefixCache
+from .attention.paged import KvPool
 from .config import ReplicaSettings
+from .disk.file_format import Identity
+from .disk.folder import check_settings, open_rank_file
+from .disk.keeper import BUSY_BLOCKS, IDLE_BLOCKS, DiskKeeper
 from .engine.answers import StepResult
 from .engine.engine import Engine
 from .engine.overlapped import OverlappedEngine
@@ -67,6 +73,7 @@ from .messages import (
 from .models.spec import ModelSpec
 from .parallel.step_broadcast import RankPlace
 from .parallel.worker import RankGroupExecutor, load_rank_0
+from .progress import report
 from .rank_server import RankServer
 from .request_socket import RequestSocket, SendResult
 from .structured.guide import Guide, GuideCompiler
@@ -78,6 +85,8 @@ MAX_FAILURES = 3
 
 #: Pause between steps in which nothing can run although there are requests.
 STUCK_POLL_MS = 1
+#: Longest wait of an idle engine while blocks are written to disk: the disk's queue then takes more.
+KEEPING_MS = 20
 #: Longest delay in seconds of the report on steps that only decoded.
 QUIET_S = 0.05
 #: A step waits for constraints that arrived just before it: so long at most, and a share of what the last step took.
@@ -123,11 +132,18 @@ def start_replica(
             replica=replica_id,
             ipc_dir=ipc_dir,
             keys=keys,
+            tiers=kvcache.host_kv_memory > 0,
         )
         stack.callback(publisher.close)
         event_endpoints = publisher.start()
         hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
-        cache = _prefix_cache(kvcache, model.num_blocks, publisher)
+        hashes_like = _parity(settings, kvcache, model_dir, model.spec, hasher)
+        keeper = _disk_keeper(kvcache, model, hashes_like, cluster_seed, publisher) if kvcache.disk_kv else None
+        cache = _prefix_cache(kvcache, model.num_blocks, publisher if keeper is None else keeper)
+        if keeper is not None:
+            stack.callback(keeper.close)
+            report("reading blocks from disk")
+            keeper.restore(cache, model.pool.copy_in)
         engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
@@ -137,7 +153,7 @@ def start_replica(
             epoch=epoch,
             request_endpoint=requests.endpoint,
             event_endpoints=event_endpoints,
-            parity=_parity(settings, kvcache, model_dir, model.spec, hasher),
+            parity=hashes_like,
             model_limits=_model_limits(settings, model_dir, model),
             node=node,
         )
@@ -145,7 +161,7 @@ def start_replica(
         log.info("replica_ready replica=%s blocks=%d", replica_id, model.num_blocks)
         idle_ms = int(events.heartbeat_interval_s * 1000)
         return ReplicaServer(
-            description, engine, cache, publisher, requests, threads, model.guides, idle_ms, stack.pop_all()
+            description, engine, cache, publisher, requests, threads, model.guides, idle_ms, stack.pop_all(), keeper
         )
 
 
@@ -164,6 +180,11 @@ class _LoadedModel:
     @property
     def spec(self) -> ModelSpec:
         return self.runner.spec
+
+    @property
+    def pool(self) -> KvPool:
+        assert self.runner.pool is not None, "the KV pool is allocated while the model is loaded"
+        return self.runner.pool
 
 
 def _describe(
@@ -228,15 +249,39 @@ def _text_dir(settings: ReplicaSettings, model_dir: Path) -> Path:
     return Path(settings.tokenizer or model_dir)
 
 
-def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPublisher) -> PrefixCache:
+def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, listener: CacheListener) -> PrefixCache:
     return PrefixCache(
         num_blocks,
         kvcache.block_size,
-        listener=publisher,
+        listener=listener,
         enabled=kvcache.prefix_caching,
         partial_block_reuse=kvcache.partial_block_reuse,
         pin_limits=PinLimits(kvcache.pin_tenant_share, kvcache.pin_total_share),
     )
+
+
+def _disk_keeper(
+    kvcache: KvCacheSettings, model: _LoadedModel, parity: Parity, cluster_seed: int, publisher: EventPublisher
+) -> DiskKeeper:
+    """Open the replica's file of blocks. Raises DiskTierUnusable."""
+    check_settings(
+        kvcache.disk_kv,
+        kvcache.disk_kv_size,
+        prefix_caching=kvcache.prefix_caching,
+        ranks=1 + len(model.worker_pids),
+    )
+    spec, pool = model.spec, model.pool
+    identity = Identity(
+        model=parity.model_root.hex(),
+        root=parity.model_root.hex(),
+        seed=sha256(cluster_seed.to_bytes(8, "little")).hexdigest()[:32],
+        layout=f"{spec.kv_dtype or spec.dtype} {spec.kv_shapes} {model.runner.device.type} {sys.byteorder}",
+        block_size=kvcache.block_size,
+        block_bytes=pool.block_bytes,
+    )
+    file, number = open_rank_file(kvcache.disk_kv, kvcache.disk_kv_size, identity)
+    log.info("disk_kv_opened file=%s number=%d blocks=%d held=%d", file.path, number, file.slots, len(file.entries))
+    return DiskKeeper(file, publisher, pool.copy_out)
 
 
 def _engine(
@@ -347,6 +392,7 @@ class ReplicaServer(RankServer):
         guides: GuideCompiler,
         idle_ms: int,
         resources: ExitStack,
+        keeper: DiskKeeper | None = None,
     ) -> None:
         """`idle_ms`: longest wait of an idle engine. `resources` are closed when `run` returns."""
         self.description: ReplicaDescription = description
@@ -357,10 +403,13 @@ class ReplicaServer(RankServer):
         self._compiling: dict[RequestKey, Generate] = {}
         self._idle_ms = idle_ms
         self._resources = resources
+        self._keeper = keeper
+        #: Copying out of a GPU's pool would wait for the step that runs there.
+        self._busy_blocks = 0 if isinstance(engine, OverlappedEngine) else BUSY_BLOCKS
         self._throttle = ReportThrottle()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
-        self._step_since: float | None = None
+        self._turn_since: float | None = None
         self._last_step_s = 0.0
         self._waker = Waker()
         #: Guards `_commands` and `_closed`: no command is queued after the last one has run.
@@ -401,12 +450,18 @@ class ReplicaServer(RankServer):
         return self._ask(lambda: list(self._cache.residents()))
 
     def step_s(self) -> float:
-        """Seconds since the current step began, or since steps have found nothing that can run; 0 between steps."""
-        since = self._step_since
-        return 0.0 if since is None else time.monotonic() - since
+        """Seconds since the engine's thread began its current turn, or since steps have found nothing that can run.
+
+        A turn reads requests, runs a step and sends its outputs; each can hang. 0 while the thread waits for work. Or
+        since the publisher's current turn began, if that is longer ago: without reports, the replica counts as silent.
+        """
+        since = self._turn_since
+        return max(0.0 if since is None else time.monotonic() - since, self._publisher.turn_s())
 
     def check(self) -> None:
         self._ask(self._engine.scheduler.check)
+        if self._keeper is not None:
+            self._ask(self._keeper.check)
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Run `question` in the engine's thread between two steps."""
@@ -429,6 +484,8 @@ class ReplicaServer(RankServer):
 
     def _run_once(self) -> None:
         """Run commands and read requests, then run one step or wait for work."""
+        if self._turn_since is None:
+            self._turn_since = time.monotonic()
         if self._waker.clear():
             self._run_commands()
         if (error := self._publisher.error) is not None:  # routers would take the replica for silent, for good
@@ -439,28 +496,36 @@ class ReplicaServer(RankServer):
         if len(self._compiling) > compiling and self._engine.has_work:
             self._wait_for_guides(compiling)
         if not self._engine.has_work:
-            self._step_since = None
             self._engine.expire_pins()
             self._publisher.flush()
             self._publisher.report(self._load())
-            self._poller.poll(self._idle_ms)
+            wait_ms = self._idle_ms if self._keeper is None else self._keep_blocks(self._keeper)
+            self._turn_since = None
+            self._poller.poll(wait_ms)
             return
         self._threads.update()
-        if self._step_since is None:
-            self._step_since = time.monotonic()
         began = time.monotonic()
         result = self._engine.step()
         self._last_step_s = time.monotonic() - began
-        if result.rows or result.outputs or not self._engine.has_work:
-            self._step_since = None
-        else:  # one such step may follow an overlapped one; if they go on, `step_s` tells
+        advanced = result.rows or result.outputs or not self._engine.has_work
+        if not advanced:  # one such step may follow an overlapped one; if they go on, `step_s` tells
             self._poller.poll(STUCK_POLL_MS)
         self._publish(result)
+        if self._keeper is not None:
+            self._keeper.work(self._busy_blocks)
+        if advanced:
+            self._turn_since = None
         if result.error is not None and isinstance(result.error.__cause__, torch.AcceleratorError):
             # After an illegal access, say, a CUDA device fails every later call of this process.
             raise EngineBroken(f"the device failed: {result.error}") from result.error
         if self._engine.failures_in_a_row >= MAX_FAILURES:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")
+
+    def _keep_blocks(self, keeper: DiskKeeper) -> int:
+        """Have blocks written while the engine is idle. Returns for how many ms it may wait for requests."""
+        if keeper.work(IDLE_BLOCKS):
+            return 0
+        return min(KEEPING_MS, self._idle_ms) if keeper.pending else self._idle_ms
 
     def _wait_for_guides(self, compiling: int) -> None:
         """Wait for a moment until no more constraints are being compiled than this."""
@@ -535,6 +600,9 @@ class ReplicaServer(RankServer):
     def _load(self) -> LoadReport:
         """The engine's load; requests whose constraints are being compiled wait, too."""
         load = self._engine.load()
+        if self._keeper is not None and self._keeper.failures:
+            counters = structs.replace(load.counters, tier_failures=dict(self._keeper.failures))
+            load = structs.replace(load, counters=counters)
         return structs.replace(load, waiting=load.waiting + len(self._compiling)) if self._compiling else load
 
     def _publish(self, result: StepResult) -> None:

@@ -66,6 +66,7 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     predicted_tokens: int = 0  #: cached tokens that the last decision before the first token expected
     cached_tokens: int | None = None  #: None: no token has arrived
+    loaded_tokens: dict[str, int] = {}  #: the part of these loaded from tiers, by medium
     generated_tokens: int = 0
     continuations: int = 0  #: how often it moved to another replica
     silent_s: float | None = None  #: while it is unfinished: seconds since its last token, or since the request arrived

@@ -99,6 +99,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     #: prompt tokens found in the cache; set on the first delta, with external engines on the last
     cached_tokens: int | None = None
+    loaded_tokens: tuple[tuple[str, int], ...] = ()  #: the part of `cached_tokens` loaded from tiers, by medium
     #: seconds from arrival at the replica to its first step there; set together with `cached_tokens`, if it is known
     waited_s: float | None = None
     stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
@@ -163,7 +164,9 @@ class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
     eligible: bool  #: not draining, silent or saturated
     held_blocks: int  #: longest prefix of the prompt that the replica holds, according to its events
     expected_blocks: int  #: the same, including blocks that running requests are expected to store
-    slower_blocks: dict[str, int] = {}  #: the part of `held_blocks` in memory slower than the GPU's, by medium
+    #: the part of `expected_blocks` that must be loaded from memory slower than that in which it computes, by medium
+    slower_blocks: dict[str, int] = {}
+    loading_s: float = 0.0  #: seconds to load these, part of `expected_ttft_s`
     uncached_tokens: int  #: of this prompt, as used in the score
     queued_prefill_tokens: int  #: uncached tokens queued ahead of it
     running: int
@@ -207,6 +210,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     queue_s: float  #: seconds from the request's arrival to its first dispatch
     ttft_s: float  #: seconds from its arrival to its first token, as expected
     cached_tokens: int = 0  #: prompt tokens that it will find in the cache
+    loaded_tokens: tuple[tuple[str, int], ...] = ()  #: the part of these that it will load from tiers, by medium
     regret_tokens: int = 0  #: see `RouterCounters`
     known_tokens: int = 0  #: with a session: the longest prefix that any replica held or was expected to hold
     missing: Missing | None = None  #: why no more is cached; its times are on the router's clock
@@ -247,6 +251,16 @@ class WarmUpProgress(msgspec.Struct, frozen=True, kw_only=True):
     planned_tokens: int
 
 
+class TierView(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of a replica below its pool."""
+
+    total_blocks: int
+    used_blocks: int
+    load_block_s: float  #: measured seconds to bring a block into the pool
+    indexed_blocks: int  #: its blocks in the router's index
+    index_digest: str  #: XOR of the wire hashes of those blocks, in hex
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica as the router sees it now."""
 
@@ -260,6 +274,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks: int = 0  #: its blocks in the router's index
     index_digest: str = ""  #: XOR of the wire hashes of those blocks, in hex
     events_seq: int | None = None  #: the first batch of its events that the index does not include yet; None: unknown
+    tiers: dict[str, TierView] = {}  #: the tiers below its pool by medium, fastest first
     expected_blocks: int = 0  #: blocks that running requests are expected to store
     in_flight: int = 0  #: this router's unfinished requests on it
     running: int = 0
@@ -357,6 +372,11 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predictions_exact: int = 0  #: reported cached tokens were as predicted, or less than a block more
     predictions_low: int = 0  #: a whole block or more above the prediction
     predictions_high: int = 0  #: below the prediction
+    predicted_loaded_tokens: int = 0  #: the part of `predicted_cached_tokens` to be loaded from tiers
+    delivered_loaded_tokens: int = 0  #: likewise, as reported
+    # First tokens for which a load was predicted or reported.
+    loads_exact: int = 0  #: as many whole blocks of each medium as predicted
+    loads_wrong: int = 0
     warm_up_requests: int = 0  #: completed warm-up requests; not counted anywhere else
     warm_up_tokens: int = 0  #: prompt tokens that replicas computed for them
     warm_ups_cut: int = 0  #: warm-ups that were ended before they were complete

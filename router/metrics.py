@@ -107,6 +107,16 @@ FAMILIES = (
         ("homing_routing_predicted_cached_tokens", "Cached tokens predicted at dispatch.", "predicted_cached_tokens"),
         ("homing_routing_delivered_cached_tokens", "Cached tokens that replicas reported.", "delivered_cached_tokens"),
         (
+            "homing_routing_predicted_loaded_tokens",
+            "Predicted cached tokens to be loaded from tiers.",
+            "predicted_loaded_tokens",
+        ),
+        (
+            "homing_routing_delivered_loaded_tokens",
+            "Cached tokens that replicas reported as loaded from tiers.",
+            "delivered_loaded_tokens",
+        ),
+        (
             "homing_routing_overruled",
             "Decisions not followed because the policy chose no usable replica although there was one.",
             "overruled",
@@ -203,9 +213,27 @@ FAMILIES = (
         ("homing_pins_refused", "Pins refused because they exceeded a budget.", "pins_refused"),
         ("homing_pins_expired", "Pins that reached their time limit.", "pins_expired"),
         ("homing_pins_broken", "Pins ended early because a request needed the blocks.", "pins_broken"),
+        ("homing_tier_host_hit_tokens", "Hit tokens loaded from host memory.", "host_hit_tokens"),
+        ("homing_tier_disk_hit_tokens", "Hit tokens loaded from disk.", "disk_hit_tokens"),
+        ("homing_tier_demoted_tokens", "Evicted tokens kept in a tier.", "demoted_tokens"),
+        ("homing_tier_promoted_tokens", "Tokens loaded from a tier.", "promoted_tokens"),
+        ("homing_tier_evicted_tokens", "Tokens evicted from the last tier that held them.", "tier_evicted_tokens"),
         ("homing_events_gaps", "Gaps detected in event streams."),
     ),
-    *_families("counter", ("model", "result"), ("homing_predictions", "Predictions of cached tokens, by result.")),
+    *_families(
+        "counter",
+        ("model", "result"),
+        ("homing_predictions", "Predictions of cached tokens, by result."),
+        ("homing_load_predictions", "Predictions of the blocks to load from each tier, by result."),
+    ),
+    *_families(
+        "counter",
+        (*_REPLICA, "kind"),
+        ("homing_tier_failures", "Blocks that a tier could not keep or give back, by kind of failure."),
+    ),
+    *_families(
+        "gauge", (*_REPLICA, "medium", "state"), ("homing_tier_blocks", "Blocks of a tier by state: free or used.")
+    ),
     *_families(
         "counter", ("model", "kind"), ("homing_stalls", "Times that requests stood still although a replica was able.")
     ),
@@ -277,7 +305,9 @@ class ModelMetrics:
         """See `Observer`. Called very often, so rendering does most of the work. Reports arrive in order."""
         last = self.reports.get(replica_id)
         if last is not None and last.epoch != report.epoch:
-            self.earlier.setdefault(replica_id, Counter()).update(msgspec.structs.asdict(last.counters))
+            totals = msgspec.structs.asdict(last.counters)
+            del totals["tier_failures"]  # by kind, not one total
+            self.earlier.setdefault(replica_id, Counter()).update(totals)
         self.reports[replica_id] = report
 
     def events_gap(self, replica_id: str) -> None:
@@ -424,6 +454,11 @@ class RouterMetrics(Collector):
                 for name, totals in self._totals.items()
                 for result in ("exact", "low", "high")
             },
+            "homing_load_predictions": {
+                (name, result): totals[f"loads_{result}"]
+                for name, totals in self._totals.items()
+                for result in ("exact", "wrong")
+            },
             "homing_stalls": {
                 (name, kind): totals[f"stalls_{kind}"]
                 for name, totals in self._totals.items()
@@ -450,6 +485,17 @@ class RouterMetrics(Collector):
                     ("cached", report.cached_free_blocks),
                     ("referenced", report.total_blocks - report.free_blocks),
                 )
+            },
+            "homing_tier_blocks": {
+                (*key, tier.medium, state): count
+                for key, report in present.items()
+                for tier in report.tiers
+                for state, count in (("free", tier.total_blocks - tier.used_blocks), ("used", tier.used_blocks))
+            },
+            "homing_tier_failures": {
+                (*key, kind): count
+                for key, report in present.items()
+                for kind, count in report.counters.tier_failures.items()
             },
             "homing_waiting_blocks": {
                 key: each.waiting_blocks for key, each in views.items() if each.waiting_blocks is not None

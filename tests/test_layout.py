@@ -45,6 +45,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "events/wire": (),
     "replica/attention": ("replica/engine", "replica/kernels", "replica/models"),
     "replica/demo": (),
+    "replica/disk": (),
     "replica/engine": ("replica/messages", "replica/structured"),
     "replica/execute": (
         "replica/attention",
@@ -61,7 +62,13 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "replica/kernels/cpu/linear": ("replica/kernels/cpu/runtime",),
     "replica/kernels/cpu/runtime": (),
     "replica/kernels/triton": ("replica/engine", "replica/kernels", "replica/models"),
-    "replica/load": ("replica/engine", "replica/kernels/cpu/runtime", "replica/messages", "replica/models"),
+    "replica/load": (
+        "replica/disk",
+        "replica/engine",
+        "replica/kernels/cpu/runtime",
+        "replica/messages",
+        "replica/models",
+    ),
     "replica/messages": (),
     "replica/models": ("replica/kernels", "replica/load", "replica/parallel"),
     "replica/parallel": ("replica/engine", "replica/execute", "replica/load"),

@@ -19,6 +19,8 @@ from typing import Annotated, Any, NoReturn, TextIO
 import msgspec
 import psutil
 
+from ...replica.disk.folder import cluster_seed
+from ...replica.errors import DiskTierUnusable
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
@@ -26,7 +28,7 @@ from ..control.autoscale import max_ranks
 from ..control.compiled_kernels import start_compilation
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterModel, ClusterStatus
 from ..devices import resolve_devices
-from ..errors import ClusterError, RayLost, StartFailed
+from ..errors import ClusterError, RayLost, SettingsError, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
 from ..host import check_extra, gpu_bytes, gpu_capability, visible_gpus
 from ..logs import REQUESTS, LogTail
@@ -289,7 +291,7 @@ class ServeRun:
 
         node = ray.get_runtime_context().get_node_id()
         sockets = str(local_ray.sockets_folder(self._folder)) if self._folder else None
-        seed, host = secrets.randbits(64), "127.0.0.1" if self._folder else None
+        seed, host = self._seed(), "127.0.0.1" if self._folder else None
         log_dir = str(self._registry.log_folder(self._entry.name)) if self._folder else None
         ranks = sum(max_ranks(each) for each in self._settings.each_model)
         models = tuple(
@@ -317,6 +319,14 @@ class ServeRun:
         controller = ray.remote(Controller).options(name=CONTROLLER, max_concurrency=100, **options)
         self._controller = controller.remote(models)
         self._running = self._controller.run.remote()
+
+    def _seed(self) -> int:
+        """The seed of all block hashes. With blocks on disk it must be that of earlier starts, so it is kept there."""
+        folder = next((each.kvcache.disk_kv for each in self._settings.each_model if each.kvcache.disk_kv), "")
+        try:
+            return cluster_seed(folder) if folder else secrets.randbits(64)
+        except DiskTierUnusable as error:
+            raise SettingsError(str(error)) from error
 
     def _until_ready(self) -> ClusterStatus | None:
         """Wait until all replicas serve and the router listens; None if stopped before. Raises StartFailed."""

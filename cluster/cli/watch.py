@@ -36,7 +36,7 @@ from ...events import (
     to_line,
 )
 from ...events.errors import BadKeys
-from ...events.follow.block_set import CacheMirror
+from ...events.follow.block_set import TieredMirror
 from ...events.follow.cluster_feed import ClusterFeed, Source
 from ...events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from ...events.sdk.plain_stream import stream_events
@@ -291,7 +291,7 @@ class _ReplayedReplica:
     """The state of one replica at the current position of a recording."""
 
     rates: EventRates = field(default_factory=EventRates)
-    held: CacheMirror = field(default_factory=CacheMirror)
+    held: TieredMirror = field(default_factory=TieredMirror)
     counters: Counters = field(default_factory=Counters)
     seq: int | None = None
 
@@ -346,7 +346,7 @@ class ReplaySession:
 
     def _rates(self, seconds: float) -> None:
         for source, replica in self._replicas.items():
-            report = replica.rates.take(seconds, len(replica.held.parents), replica.counters)
+            report = replica.rates.take(seconds, len(replica.held.pool), replica.counters)
             self._printer.rates(source, report | {"lag_s": None})  # recordings have no arrival times
 
 
@@ -445,7 +445,7 @@ async def _follow(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, session.stop)
-    feed = ClusterFeed(ask, session, only=only, keys=keys, heartbeat_interval_s=heartbeat_interval_s)
+    feed = ClusterFeed(ask, session, only=only, tiers=True, keys=keys, heartbeat_interval_s=heartbeat_interval_s)
     following = asyncio.ensure_future(feed.run())
     following.add_done_callback(lambda _: session.stop())
     try:

@@ -3,9 +3,10 @@
 import operator
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
-from ..wire.cache_events import CacheEvent, apply_event
+from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored, apply_event
+from ..wire.messages import COMPUTE_MEDIUM
 
 
 class Digest(NamedTuple):
@@ -42,6 +43,7 @@ class CacheMirror:
         return Digest(len(self._parents), self._xor)
 
     def apply(self, event: CacheEvent) -> None:
+        """Apply an event, whatever its medium; `TieredMirror` keeps media apart."""
         apply_event(event, self)
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
@@ -83,3 +85,35 @@ class CacheMirror:
         """Assert that the running XOR is that of the held blocks."""
         xor = reduce(operator.xor, self._parents, 0)
         assert xor == self._xor, f"digest {self._xor:#x}, the held blocks give {xor:#x}"
+
+
+class TieredMirror:
+    """The blocks resident in the pool, and in other media by name."""
+
+    __slots__ = ("pool", "tiers")
+
+    def __init__(self) -> None:
+        self.pool = CacheMirror()
+        self.tiers: dict[str, CacheMirror] = {}
+
+    def apply(self, event: CacheEvent) -> None:
+        match event:
+            case Cleared():
+                self.pool.clear()
+                self.tiers.clear()
+            case Stored(medium=medium) | Removed(medium=medium):
+                if medium is None or medium == COMPUTE_MEDIUM:
+                    self.pool.apply(event)
+                else:
+                    self.tiers.setdefault(medium, CacheMirror()).apply(event)
+            case _:
+                assert_never(event)
+
+    def check(self) -> None:
+        for each in (self.pool, *self.tiers.values()):
+            each.check()
+
+    @property
+    def digests(self) -> dict[str, Digest]:
+        """The digest of each tier that holds blocks, by medium."""
+        return {medium: held.digest for medium, held in self.tiers.items() if len(held)}

@@ -89,18 +89,21 @@ class ClusterFeed:
         *,
         only: Collection[str] = (),
         token_ids: bool = True,
+        tiers: bool = False,
         keys: KeyPair | None = None,
         refresh_s: float = REFRESH_S,
         heartbeat_interval_s: float = 0.2,
     ) -> None:
         """`ask` returns /cluster as JSON; it may block or raise ClusterUnreachable. `only`: names of the replicas.
 
+        `tiers`: also follow blocks below the pool, in events with another `medium`.
         `heartbeat_interval_s`: the publishers'; a stream counts as stale after five of them without a message.
         """
         self._ask = ask
         self._sink = sink
         self._only = frozenset(only)
         self._token_ids = token_ids
+        self._tiers = tiers
         self._keys = keys
         self._refresh_s = refresh_s
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -154,6 +157,7 @@ class ClusterFeed:
             _SourceSink(self._sink, source),
             heartbeat_interval_s=self._heartbeat_interval_s,
             token_ids=self._token_ids,
+            tiers=self._tiers,
             counted=not ours,
             topic=EVENTS_TOPIC if ours else b"",
             keys=self._keys if ends.curve_key else None,

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
+from msgspec import structs
 
 from ..errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from ..security.curve_keys import KeyPair, new_pair, protect_client
@@ -94,7 +95,9 @@ class EventFeed:
         heartbeat_interval_s: float = 0.2,
         token_ids: bool = False,
         counted: bool = False,
+        tiers: bool = False,
         blocks: ResidentBlocks | None = None,
+        tier: Callable[[str], ResidentBlocks] | None = None,
         residency: Residency | None = None,
         topic: bytes = EVENTS_TOPIC,
         options: FeedOptions | None = None,
@@ -103,12 +106,14 @@ class EventFeed:
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: deliver them, in snapshots too. `blocks`:
         where held blocks are stored, unless `counted`; updated before the sink is called; by default, a set owned by
-        the feed. `residency` replaces both.
+        the feed. `residency` replaces both. `tiers`: also follow the blocks in tiers, which `tier` stores, by medium.
 
         `topic` is a prefix; empty matches everything. The caller keeps ownership of `context`. `keys`: used if the
         publisher encrypts; by default, a new pair, which a publisher that accepts only listed clients refuses. `ipv6`:
         names in the addresses need it (`needs_ipv6`); addresses in brackets always do.
         """
+        if tiers and endpoints.tiered_events:
+            endpoints = structs.replace(endpoints, events=endpoints.tiered_events, replay=endpoints.tiered_replay)
         self._endpoints = endpoints
         self._sink = sink
         self._keyless = keys is None
@@ -124,7 +129,12 @@ class EventFeed:
         self.decoder = BatchDecoder(token_ids=token_ids)
         if residency is None:
             mirror = CacheMirror() if blocks is None else blocks
-            residency = CountedResidency() if counted else SetResidency(mirror, reports=blocks is None)
+            if tiers and tier is None:
+                tier = _new_mirror
+            if counted:
+                residency = CountedResidency(by_medium=tiers)
+            else:
+                residency = SetResidency(mirror, tier=tier, reports=blocks is None)
         #: The state machine, for its counters, cursor and digest.
         self.subscription = Subscription(options or _options(endpoints), residency)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -317,6 +327,11 @@ class EventFeed:
         """Send a request. One that cannot be sent counts as lost; the state machine repeats it."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
+
+
+def _new_mirror(medium: str) -> CacheMirror:
+    del medium
+    return CacheMirror()
 
 
 def _read(payload: bytes, kind: type[Struct]) -> Struct:

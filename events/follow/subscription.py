@@ -17,8 +17,8 @@ while the time advances. Nor do they send heartbeats: while one is quiet, it is 
 end of that replay proves that the publisher is alive and that no final batch was lost.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
@@ -63,12 +63,13 @@ class Apply:
 class Reset:
     """Hold exactly these blocks (parents first), as of `seq`, instead of everything applied before.
 
-    `blocks` is empty if the feed's own `blocks` hold them already.
+    `blocks` are those in the pool, empty if the feed's own `blocks` hold them already.
     """
 
     epoch: int | None
     seq: int | None
     blocks: Sequence[SnapshotBlock]
+    tiers: Mapping[str, Sequence[SnapshotBlock]] = field(default_factory=dict)  #: blocks in tiers, by medium
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,6 +149,11 @@ _BEAT_GRACE_TICKS = 2
 MAX_INPUTS = 100
 
 
+def tier_digests(beat: Heartbeat) -> dict[str, Digest]:
+    """The digests of the blocks in tiers, by medium."""
+    return {each.medium: Digest(each.blocks, each.digest) for each in beat.tiers if each.blocks}
+
+
 def _batch_bytes(args: tuple[int | None, int, DecodedBatch]) -> int:
     return sum([_event_bytes(each) for each in args[2].events])
 
@@ -159,7 +165,8 @@ def _event_bytes(event: CacheEvent) -> int:
 
 
 def _chunk_bytes(args: tuple[SnapshotChunk]) -> int:
-    return sum([256 + 40 * len(each.token_ids) for each in args[0].blocks])
+    parts = (args[0].blocks, *args[0].tiers.values())
+    return sum([256 + 40 * len(each.token_ids) for blocks in parts for each in blocks])
 
 
 class Subscription:
@@ -198,8 +205,12 @@ class Subscription:
 
     @property
     def digest(self) -> Digest:
-        """Digest of the blocks held according to the applied events."""
+        """Digest of the blocks held in the pool according to the applied events."""
         return self._residency.digest
+
+    def agrees(self, tiers: Mapping[str, Digest]) -> bool:
+        """Whether these are the digests of the blocks held in tiers, by medium, as far as tiers are followed."""
+        return self._residency.agrees(tiers)
 
     @property
     def silent(self) -> bool:
@@ -448,18 +459,18 @@ class Subscription:
         if chunk.index and self._staged != (chunk.epoch, chunk.seq, chunk.index - 1):
             self._staged = None
             return
-        self._residency.stage(chunk.blocks, first=not chunk.index)
+        self._residency.stage(chunk.blocks, chunk.tiers, first=not chunk.index)
         self._staged = chunk.epoch, chunk.seq, chunk.index
         if chunk.last:
             self._install(chunk.epoch, chunk.seq)
 
     def _install(self, epoch: int | None, seq: int | None) -> None:
-        blocks = self._residency.install()
+        staged = self._residency.install()
         expected = 0 if seq is None else seq + 1
         self._staged = None
         self._waiting = _Waiting.NOTHING
         self.cursor = Cursor(epoch, expected)
-        self._out.append(Reset(epoch, seq, blocks))
+        self._out.append(Reset(epoch, seq, staged.pool, staged.tiers))
         self._buffer = {held: batch for held, batch in self._buffer.items() if held >= expected}
         self._advance()
 
@@ -501,7 +512,7 @@ class Subscription:
         self._beat = None
         if beat_next < expected:
             return
-        if self._residency.digest == (beat.blocks, beat.digest):
+        if self._residency.digest == (beat.blocks, beat.digest) and self._residency.agrees(tier_digests(beat)):
             self._mismatches = self._pause_ticks = 0
             return
         if not self._pause_ticks:

@@ -11,7 +11,7 @@ import struct
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import repeat
 from typing import NamedTuple, assert_never
@@ -20,6 +20,7 @@ import msgspec
 
 from ..config import EventsSettings
 from ..wire.messages import (
+    COMPUTE_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -28,6 +29,7 @@ from ..wire.messages import (
     Heartbeat,
     SnapshotBlock,
     SnapshotChunk,
+    TierDigest,
     WireHash,
 )
 from .step_changes import AllCleared, Change, LostSteps, RemovedBlocks, Step, StoredBlocks, net_changes
@@ -37,18 +39,74 @@ from .step_changes import AllCleared, Change, LostSteps, RemovedBlocks, Step, St
 SNAPSHOT_CHUNK_BLOCKS = 2048
 
 
-#: The name that vLLM, SGLang and all who read them have for the memory in which the engine computes, on any device.
-COMPUTE_MEDIUM = "GPU"
-
-
 class SentBatch(NamedTuple):
     seq: int
-    payload: bytes
+    payload: bytes  #: for readers who know only blocks in the memory in which the engine computes
+    tiered: bytes  #: with the blocks in the tiers below; the same object if no such block changed
 
 
 #: A resident block: its hash, its parent's hash and its token bytes. A plain tuple, because creating one is a third of
 #: the cost of storing a block.
 _Resident = tuple[bytes, bytes | None, bytes]
+
+
+class _Residents:
+    """The blocks resident in one medium."""
+
+    __slots__ = ("blocks", "salts", "xor")
+
+    def __init__(self) -> None:
+        #: by wire hash
+        self.blocks: dict[int, _Resident] = {}
+        #: salts of chains' first blocks, by wire hash
+        self.salts: dict[int, str] = {}
+        #: XOR of these wire hashes
+        self.xor = 0
+
+    def store(self, parent: bytes | None, hashes: Sequence[bytes], contents: Iterable[bytes], salt: str) -> None:
+        names = _wire_hashes(hashes)
+        blocks, xor = self.blocks, self.xor
+        for name in names:
+            if name not in blocks:
+                xor ^= name
+        self.xor = xor
+        parents = (parent, *hashes)[: len(hashes)]
+        if salt:
+            self.salts[names[0]] = salt
+        blocks.update(zip(names, zip(hashes, parents, contents, strict=True), strict=True))
+
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        blocks, xor = self.blocks, self.xor
+        for name in _wire_hashes(hashes):
+            if blocks.pop(name, None) is not None:
+                xor ^= name
+        self.xor = xor
+        if self.salts:
+            for name in _wire_hashes(hashes):
+                self.salts.pop(name, None)
+
+    def parents_first(self) -> list[_Resident]:
+        """Return the blocks, each after its parent if that is in this medium, too.
+
+        Insertion order suffices, unless a parent was removed and stored again while its child stayed.
+        """
+        ordered: list[_Resident] = []
+        done: set[int] = set()
+        for name in self.blocks:
+            line: list[_Resident] = []
+            while name not in done and (block := self.blocks.get(name)) is not None:
+                done.add(name)
+                line.append(block)
+                if block[1] is None:
+                    break
+                name = int.from_bytes(block[1][-8:], "big")
+            ordered += reversed(line)
+        return ordered
+
+    def check(self) -> None:
+        digest = reduce(operator.xor, self.blocks, 0)
+        assert digest == self.xor, f"digest {self.xor:#x}, the resident blocks give {digest:#x}"
+        assert self.salts.keys() <= self.blocks.keys(), "the salt of a block that is gone was kept"
 
 
 class EventLog:
@@ -61,12 +119,8 @@ class EventLog:
         self._hash_only = settings.hash_only
         self._as_bytes = settings.hash_format == "bytes"
         self._history: deque[SentBatch] = deque(maxlen=settings.replay_batches)
-        #: by wire hash
-        self._residents: dict[int, _Resident] = {}
-        #: salts of chains' first blocks, by wire hash
-        self._salts: dict[int, str] = {}
-        #: XOR of these wire hashes
-        self._xor = 0
+        self._pool = _Residents()
+        self._tiers: dict[str, _Residents] = {}  #: by medium
         self._encode = msgspec.msgpack.Encoder().encode
 
     def commit(self, step: Step, ts: float) -> SentBatch:
@@ -74,7 +128,11 @@ class EventLog:
         changes = net_changes(step)
         for change in changes:
             self._apply(change)
-        sent = SentBatch(self._next_seq(), self._encode(EventBatch(ts, [self._event(change) for change in changes], 0)))
+        payload = tiered = self._encode(EventBatch(ts, [self._event(change) for change in changes], 0))
+        pool = [change for change in changes if isinstance(change, AllCleared) or change.medium == COMPUTE_MEDIUM]
+        if len(pool) < len(changes):
+            payload = self._encode(EventBatch(ts, [self._event(change) for change in pool], 0))
+        sent = SentBatch(self._next_seq(), payload, tiered)
         self._history.append(sent)
         return sent
 
@@ -90,32 +148,43 @@ class EventLog:
         return iter([sent for sent in self._history if sent.seq >= since])
 
     def heartbeat(self, ts: float) -> Heartbeat:
-        return Heartbeat(epoch=self.epoch, seq=self.last_seq, blocks=len(self._residents), digest=self._xor, ts=ts)
+        pool = self._pool
+        tiers = [TierDigest(medium, len(of.blocks), of.xor) for medium, of in self._tiers.items() if of.blocks]
+        return Heartbeat(
+            epoch=self.epoch, seq=self.last_seq, blocks=len(pool.blocks), digest=pool.xor, ts=ts, tiers=tiers
+        )
 
     def snapshot(self, *, token_ids: bool, chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS) -> Iterator[SnapshotChunk]:
         """Iterate over the chunks, at least one, of the present resident set. Later commits do not affect them."""
-        blocks = self._parents_first()
         seq = self.last_seq
-        salts = {name.to_bytes(8, "big"): salt for name, salt in self._salts.items()}
-        starts = range(0, max(len(blocks), 1), chunk_blocks)
-        return (
-            SnapshotChunk(
+        parts: list[tuple[str, Sequence[_Resident], Mapping[bytes, str]]] = []
+        for medium, residents in {COMPUTE_MEDIUM: self._pool, **self._tiers}.items():
+            blocks = residents.parents_first()
+            salts = {name.to_bytes(8, "big"): salt for name, salt in residents.salts.items()}
+            parts += [(medium, blocks[at : at + chunk_blocks], salts) for at in range(0, len(blocks), chunk_blocks)]
+        parts = parts or [(COMPUTE_MEDIUM, (), {})]
+
+        def chunk(index: int, medium: str, blocks: Sequence[_Resident], salts: Mapping[bytes, str]) -> SnapshotChunk:
+            listed = [
+                SnapshotBlock(
+                    self._encode_hash(name),
+                    parent and self._encode_hash(parent),
+                    _token_ids(tokens if token_ids else b""),
+                    salts.get(name[-8:]),
+                )
+                for name, parent, tokens in blocks
+            ]
+            pool = medium == COMPUTE_MEDIUM
+            return SnapshotChunk(
                 epoch=self.epoch,
                 seq=seq,
                 index=index,
-                last=index == len(starts) - 1,
-                blocks=[
-                    SnapshotBlock(
-                        self._encode_hash(name),
-                        parent and self._encode_hash(parent),
-                        _token_ids(tokens if token_ids else b""),
-                        salts.get(name[-8:]),
-                    )
-                    for name, parent, tokens in blocks[start : start + chunk_blocks]
-                ],
+                last=index == len(parts) - 1,
+                blocks=listed if pool else [],
+                tiers={} if pool else {medium: listed},
             )
-            for index, start in enumerate(starts)
-        )
+
+        return (chunk(index, *part) for index, part in enumerate(parts))
 
     def _next_seq(self) -> int:
         self.last_seq = 0 if self.last_seq is None else self.last_seq + 1
@@ -123,62 +192,30 @@ class EventLog:
 
     def _apply(self, change: Change) -> None:
         match change:
-            case StoredBlocks(parent, hashes, _, salt):
-                names = _wire_hashes(hashes)
-                residents, xor = self._residents, self._xor
-                for name in names:
-                    if name not in residents:
-                        xor ^= name
-                self._xor = xor
-                parents = (parent, *hashes)[: len(hashes)]
-                if salt and not self._hash_only:
-                    self._salts[names[0]] = salt
-                residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
-            case RemovedBlocks(hashes):
-                residents, xor = self._residents, self._xor
-                for name in _wire_hashes(hashes):
-                    if residents.pop(name, None) is not None:
-                        xor ^= name
-                self._xor = xor
-                if self._salts:
-                    for name in _wire_hashes(hashes):
-                        self._salts.pop(name, None)
+            case StoredBlocks(parent, hashes, _, salt, medium):
+                self._of(medium).store(parent, hashes, self._contents(change), "" if self._hash_only else salt)
+            case RemovedBlocks(hashes, medium):
+                self._of(medium).remove(hashes)
             case AllCleared():
-                self._residents.clear()
-                self._salts.clear()
-                self._xor = 0
+                self._pool = _Residents()
+                self._tiers.clear()
             case _:
                 assert_never(change)
 
+    def _of(self, medium: str) -> _Residents:
+        return self._pool if medium == COMPUTE_MEDIUM else self._tiers.setdefault(medium, _Residents())
+
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Return each block's token bytes, empty if they are not kept."""
-        _, hashes, tokens, _ = change
+        hashes, tokens = change.hashes, change.tokens
         if self._hash_only or not tokens:
             return repeat(b"", len(hashes))
         stride = len(tokens) // len(hashes)
         return [content for (content,) in struct.iter_unpack(f"{stride}s", tokens)]
 
-    def _parents_first(self) -> list[_Resident]:
-        """Return the resident blocks, each after its parent.
-
-        Insertion order suffices, unless a parent was removed and stored again while its child stayed.
-        """
-        ordered: list[_Resident] = []
-        done: set[int] = set()
-        for name in self._residents:
-            line: list[_Resident] = []
-            while name not in done and (block := self._residents.get(name)) is not None:
-                done.add(name)
-                line.append(block)
-                if block[1] is None:
-                    break
-                name = int.from_bytes(block[1][-8:], "big")
-            ordered += reversed(line)
-        return ordered
-
     def _event(self, change: Change) -> Event:
         match change:
-            case StoredBlocks(parent, hashes, tokens, salt):
+            case StoredBlocks(parent, hashes, tokens, salt, medium):
                 salt = "" if self._hash_only else salt
                 return BlockStored(
                     block_hashes=self._encode_hashes(hashes),
@@ -186,15 +223,15 @@ class EventLog:
                     token_ids=[] if self._hash_only else _token_ids(tokens),
                     block_size=self._block_size,
                     lora_id=None,
-                    medium=COMPUTE_MEDIUM,
+                    medium=medium,
                     lora_name=None,
                     extra_keys=[[salt], *[None] * (len(hashes) - 1)] if salt else None,
                     cache_salt=salt or None,
                     group_idx=0,
                     kv_cache_spec_kind="full_attention",
                 )
-            case RemovedBlocks(hashes):
-                return BlockRemoved(block_hashes=self._encode_hashes(hashes), medium=COMPUTE_MEDIUM, group_idx=0)
+            case RemovedBlocks(hashes, medium):
+                return BlockRemoved(block_hashes=self._encode_hashes(hashes), medium=medium, group_idx=0)
             case AllCleared():
                 return AllBlocksCleared()
             case _:
@@ -207,10 +244,9 @@ class EventLog:
         return list(hashes) if self._as_bytes else list(_wire_hashes(hashes))
 
     def check(self) -> None:
-        """Assert that the digest matches the resident blocks and that the history is in order."""
-        digest = reduce(operator.xor, self._residents, 0)
-        assert digest == self._xor, f"digest {self._xor:#x}, the resident blocks give {digest:#x}"
-        assert self._salts.keys() <= self._residents.keys(), "the salt of a block that is gone was kept"
+        """Assert that the digests match the resident blocks and that the history is in order."""
+        for residents in (self._pool, *self._tiers.values()):
+            residents.check()
         numbers = [sent.seq for sent in self._history]
         assert numbers == sorted(set(numbers)), f"history out of order: {numbers}"
 

@@ -20,12 +20,13 @@ class Preset(NamedTuple):
     topic: str  #: empty: the default
     port: int
     replay_port: int
+    tiers: bool = True  #: whether the reader tells blocks in tiers from those in the pool
 
 
 #: By value of `events_preset`. All three dial these ports; only llm-d reads the topic.
 PRESETS = {
     "llm-d": Preset("kv@{host}@{model}", 5557, 5558),
-    "aibrix": Preset("", 5557, 5558),
+    "aibrix": Preset("", 5557, 5558, tiers=False),
     "dynamo": Preset("", 5557, 5558),
 }
 
@@ -45,6 +46,7 @@ class FixedStream:
     topic: bytes
     port: int
     replay_port: int  #: 0: no replays
+    tiers: bool  #: whether its batches include the blocks in tiers
 
     def places(self) -> Iterator[tuple[int, int]]:
         """The ports of the node's first replica, its second, and so on; a replica takes the first that are free."""
@@ -75,4 +77,5 @@ def fixed_stream(settings: EventsSettings, about: Publisher) -> FixedStream | No
         topic.format(**names).encode() if topic else events_topic(about.epoch),
         port,
         settings.events_replay_port or preset.replay_port,
+        preset.tiers,
     )

@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,14 +23,14 @@ import zmq
 from msgspec.structs import replace
 
 from ..config import EventsSettings
-from ..endpoint import SOCKET_NAMES, ipc_address, tcp_address
+from ..endpoint import SOCKET_NAMES, TIERED_SOCKET_NAMES, ipc_address, tcp_address
 from ..errors import EndpointUnusable, MalformedFrame
 from ..security.curve_authenticator import CurveAuthenticator
 from ..security.curve_keys import ServerKeys, protect_server
 from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
 from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
 from .answer_sender import AnswerSender
-from .event_log import EventLog
+from .event_log import EventLog, SentBatch
 from .fixed_stream import MAX_PLACES, FixedStream, Publisher, fixed_stream
 from .step_changes import AllCleared, LostSteps, Mailbox, RemovedBlocks, Step, StoredBlocks
 
@@ -114,15 +114,18 @@ class EventPublisher:
         replica: str = "",
         ipc_dir: Path | None = None,
         keys: ServerKeys | None = None,
+        tiers: bool = False,
         clock: Callable[[], float] = time.time,
         queued_batches: int = QUEUED_BATCHES,
         queued_messages: int = QUEUED_MESSAGES,
     ) -> None:
+        """`tiers`: blocks in media below the pool may be announced, on sockets of their own."""
         self._settings = settings
         self._host = host
         self._epoch = epoch
         self._ipc_dir = ipc_dir
         self._keys = keys
+        self._names = (*SOCKET_NAMES, *TIERED_SOCKET_NAMES) if tiers else SOCKET_NAMES
         self._clock = clock
         self._step: Step = []
         self._queued_batches, self._queued_messages = queued_batches, queued_messages
@@ -137,14 +140,15 @@ class EventPublisher:
         self._sockets: _Sockets | None = None
         #: Why the thread has ended by itself; None: it has not. The owner must then end, too: nobody hears from it.
         self.error: Exception | None = None
+        self._turn_since: float | None = None
 
     def start(self) -> EventEndpoints:
         """Bind, start the thread and return the addresses. May be called only once. Raises EndpointUnusable."""
         assert self._sockets is None, "a publisher starts once"
         if self._ipc_dir is None:
-            addresses = [tcp_address(self._host)] * len(SOCKET_NAMES)
+            addresses = dict.fromkeys(self._names, tcp_address(self._host))
         else:
-            addresses = [ipc_address(self._ipc_dir, self._epoch, name) for name in SOCKET_NAMES]
+            addresses = {name: ipc_address(self._ipc_dir, self._epoch, name) for name in self._names}
         sockets = self._sockets = _Sockets(self._queued_messages, addresses, events_topic(self._epoch), self._keys)
         if self._fixed is not None:
             try:
@@ -157,18 +161,20 @@ class EventPublisher:
         self._thread.start()
         return sockets.endpoints
 
-    def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes, salt: str = "") -> None:
-        """Consecutive blocks became resident. `parent` is None if the first of them starts a prompt; `salt` then
-        distinguishes it from other tenants' blocks of the same tokens.
+    def stored(
+        self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes, salt: str = "", medium: str = "GPU"
+    ) -> None:
+        """Consecutive blocks became resident in a medium. `parent` is None if the first of them starts a prompt; `salt`
+        then distinguishes it from other tenants' blocks of the same tokens.
         """
         assert len(tokens) % (4 * len(hashes) or 4) == 0, f"{len(tokens)} token bytes for {len(hashes)} blocks"
         if self._settings.publish_events and hashes:
-            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens), salt))
+            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens), salt, medium))
 
-    def removed(self, hashes: Sequence[bytes]) -> None:
-        """The last copies of these blocks were evicted."""
+    def removed(self, hashes: Sequence[bytes], medium: str = "GPU") -> None:
+        """The last copies of these blocks in a medium were evicted."""
         if self._settings.publish_events and hashes:
-            self._step.append(RemovedBlocks(tuple(hashes)))
+            self._step.append(RemovedBlocks(tuple(hashes), medium))
 
     def cleared(self) -> None:
         """The cache was emptied. Sent at once, because an idle engine has no steps that would flush it."""
@@ -202,6 +208,11 @@ class EventPublisher:
         self._waker.close()
         self._waker = None
 
+    def turn_s(self) -> float:
+        """Seconds since the thread began its current turn; 0 while it waits. A turn that does not end hangs."""
+        since = self._turn_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def _wake(self) -> None:
         waker = self._waker
         if waker is not None:
@@ -216,6 +227,7 @@ class EventPublisher:
         next_beat = time.monotonic()
         try:
             while not self._closing.is_set():
+                self._turn_since = time.monotonic()
                 waker.clear()
                 busy = self._send_batches(sockets)
                 if self._new_load:
@@ -227,6 +239,7 @@ class EventPublisher:
                 if time.monotonic() >= next_beat:
                     self._send_heartbeat(sockets)
                     next_beat = time.monotonic() + interval
+                self._turn_since = None
                 sockets.wait(0.0 if busy else next_beat - time.monotonic())
             while self._send_batches(sockets):
                 pass
@@ -246,10 +259,10 @@ class EventPublisher:
             if isinstance(entry, LostSteps):
                 self._log.record_loss(entry)
                 continue
-            seq, payload = self._log.commit(entry, self._clock())
+            sent = self._log.commit(entry, self._clock())
             # A PUB never blocks: it drops messages to readers above their high-water mark, and they see the gap.
             for stream in sockets.streams:
-                stream.pub.send_multipart([stream.topic, encode_seq(seq), payload], copy=False)
+                stream.pub.send_multipart([stream.topic, encode_seq(sent.seq), stream.payload(sent)], copy=False)
         return True
 
     def _send_heartbeat(self, sockets: "_Sockets") -> None:
@@ -260,7 +273,7 @@ class EventPublisher:
     def _answer(self, sockets: "_Sockets") -> None:
         """Accept requests and continue sending answers."""
         answers: list[tuple[AnswerSender, Callable[[bytes], Iterator[list[bytes]]]]] = [
-            (each.replays, partial(self._replay, each.topic)) for each in sockets.streams if each.replays is not None
+            (each.replays, partial(self._replay, each)) for each in sockets.streams if each.replays is not None
         ]
         for sender, answer in (*answers, (sockets.snapshots, self._snapshot)):
             for frames in sender.requests():
@@ -271,10 +284,10 @@ class EventPublisher:
                     log.warning("request_malformed epoch=%x error=%s", self._epoch, error)
             sender.advance(time.monotonic())
 
-    def _replay(self, topic: bytes, body: bytes) -> Iterator[list[bytes]]:
+    def _replay(self, stream: "_Stream", body: bytes) -> Iterator[list[bytes]]:
         batches = self._log.replay(decode_seq(body))
-        frames = ([b"", topic, encode_seq(seq), payload] for seq, payload in batches)
-        return chain(frames, [[b"", topic, END_SEQ, b""]])
+        frames = ([b"", stream.topic, encode_seq(sent.seq), stream.payload(sent)] for sent in batches)
+        return chain(frames, [[b"", stream.topic, END_SEQ, b""]])
 
     def _snapshot(self, body: bytes) -> Iterator[list[bytes]]:
         try:
@@ -292,12 +305,19 @@ class _Stream:
     topic: bytes
     pub: "zmq.Socket[bytes]"
     replays: AnswerSender | None
+    tiers: bool  #: whether its batches include the blocks in tiers
+
+    def payload(self, sent: SentBatch) -> bytes:
+        return sent.tiered if self.tiers else sent.payload
 
 
 class _Sockets:
     """The publisher's sockets, on a separate context: closing it removes all its sockets, threads and files."""
 
-    def __init__(self, queued_messages: int, addresses: Sequence[str], topic: bytes, keys: ServerKeys | None) -> None:
+    def __init__(
+        self, queued_messages: int, addresses: Mapping[str, str], topic: bytes, keys: ServerKeys | None
+    ) -> None:
+        """`addresses` by the name of the socket."""
         self._context = zmq.Context()
         self._keys = keys
         #: None when encryption is off or every client is accepted
@@ -305,21 +325,31 @@ class _Sockets:
             CurveAuthenticator(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
         )
         # libzmq leaves the files of a closed context, but an address must not outlive its publisher.
-        self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
+        self._files = [Path(a.removeprefix("ipc://")) for a in addresses.values() if a.startswith("ipc://")]
         pub = self._socket(zmq.PUB, queued_messages)
         self._state = self._socket(zmq.PUB, 1000)
         replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, _SNAPSHOT_PARTS_QUEUED)
         self._sockets = [pub, replay, self._state, snapshot]
+        tiered = len(addresses) > len(self._sockets)
+        if tiered:
+            self._sockets += [self._socket(zmq.PUB, queued_messages), self._socket(zmq.ROUTER, 1000)]
         try:
-            bound = [_bind(sock, address) for sock, address in zip(self._sockets, addresses, strict=True)]
+            bound = {
+                name: _bind(sock, address)
+                for sock, (name, address) in zip(self._sockets, addresses.items(), strict=True)
+            }
         except EndpointUnusable:
             self.close()
             raise
         curve_key = "" if keys is None else keys.pair.public.decode()
-        self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
+        self.endpoints = EventEndpoints(**bound, curve_key=curve_key)
         replays, self.snapshots = AnswerSender(replay), AnswerSender(snapshot)
-        self.streams = [_Stream(topic, pub, replays)]
+        self.streams = [_Stream(topic, pub, replays, tiers=False)]
         self._senders = {replay: replays, snapshot: self.snapshots}
+        if tiered:
+            pub, replay = self._sockets[-2:]
+            replays = self._senders[replay] = AnswerSender(replay)
+            self.streams.append(_Stream(topic, pub, replays, tiers=True))
         self.poller = zmq.Poller()
         if self.authenticator is not None:
             self.poller.register(self.authenticator.socket, zmq.POLLIN)
@@ -345,7 +375,7 @@ class _Sockets:
         replays = None
         if replayed:
             replays = self._senders[replay] = AnswerSender(replay)
-        self.streams.append(_Stream(stream.topic, pub, replays))
+        self.streams.append(_Stream(stream.topic, pub, replays, stream.tiers))
         self.endpoints = replace(self.endpoints, fixed_events=events, fixed_replay=replayed)
 
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":

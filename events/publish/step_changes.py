@@ -9,6 +9,7 @@ record stays exact. The cache's capacity bounds a `LostSteps` entry, however lon
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
@@ -20,12 +21,14 @@ class StoredBlocks(NamedTuple):
     hashes: tuple[bytes, ...]
     tokens: bytes
     salt: str = ""  #: of a chain's first block: what distinguishes it from other chains of the same tokens
+    medium: str = "GPU"  #: GPU: where the engine computes; CPU and DISK: the tiers below
 
 
 class RemovedBlocks(NamedTuple):
-    """Blocks whose last copy was evicted."""
+    """Blocks whose last copy in a medium was evicted."""
 
     hashes: tuple[bytes, ...]
+    medium: str = "GPU"
 
 
 class AllCleared(NamedTuple):
@@ -39,7 +42,8 @@ Step = list[Change]
 def net_changes(step: Step) -> Step:
     """Return changes with the same net effect and coalesced removals: older blocks first, blocks of this step last.
 
-    A reset cancels everything before it. The result is at most [reset, removal, stores…, removal].
+    A reset cancels everything before it. The result is a reset, if there was one, and for each medium at most [removal,
+    stores…, removal].
     """
     if len(step) < 2:
         return step
@@ -48,13 +52,23 @@ def net_changes(step: Step) -> Step:
     rest = step if reset is None else step[reset + 1 :]
     if not any(isinstance(change, RemovedBlocks) for change in rest):
         return head + rest
+    by_medium: dict[str, list[StoredBlocks | RemovedBlocks]] = {}
+    for change in rest:
+        assert not isinstance(change, AllCleared), "`rest` is what follows the last reset"
+        by_medium.setdefault(change.medium, []).append(change)
+    for medium, changes in by_medium.items():
+        head += _net_in_medium(medium, changes)
+    return head
+
+
+def _net_in_medium(medium: str, changes: Sequence[StoredBlocks | RemovedBlocks]) -> Step:
     before: dict[bytes, None] = {}  # removed, stored before this step
     after: dict[bytes, None] = {}  # removed, stored in this step
     stores: Step = []
     stored: set[bytes] = set()
-    for change in rest:
+    for change in changes:
         match change:
-            case StoredBlocks(_, hashes, _, _):
+            case StoredBlocks(hashes=hashes):
                 stores.append(change)
                 stored.update(hashes)
                 for block in hashes:
@@ -62,13 +76,11 @@ def net_changes(step: Step) -> Step:
             case RemovedBlocks(hashes):
                 for block in hashes:
                     (after if block in stored else before)[block] = None
-            case AllCleared():
-                raise AssertionError("`rest` is what follows the last reset")
             case _:
                 assert_never(change)
-    first: Step = [RemovedBlocks(tuple(before))] if before else []
-    last: Step = [RemovedBlocks(tuple(after))] if after else []
-    return [*head, *first, *stores, *last]
+    first: Step = [RemovedBlocks(tuple(before), medium)] if before else []
+    last: Step = [RemovedBlocks(tuple(after), medium)] if after else []
+    return [*first, *stores, *last]
 
 
 @dataclass(slots=True)
@@ -77,24 +89,26 @@ class LostSteps:
 
     batches: int = 0  #: sequence numbers that the steps use up
     cleared: bool = False
-    removed: dict[bytes, None] = field(default_factory=dict)  #: blocks resident before the first of these steps
-    stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in storage order
+    #: by medium: blocks resident before the first of these steps
+    removed: dict[str, dict[bytes, None]] = field(default_factory=dict)
+    #: one block each, in storage order
+    stored: dict[tuple[str, bytes], StoredBlocks] = field(default_factory=dict)
 
     def add(self, step: Step) -> None:
         self.batches += 1
         for change in step:
             match change:
-                case StoredBlocks(parent, hashes, tokens, salt):
+                case StoredBlocks(parent, hashes, tokens, salt, medium):
                     stride = len(tokens) // len(hashes) if hashes else 0
                     for i, block in enumerate(hashes):
                         content = tokens[i * stride : (i + 1) * stride]
-                        self.stored.setdefault(block, StoredBlocks(parent, (block,), content, salt))
+                        self.stored.setdefault((medium, block), StoredBlocks(parent, (block,), content, salt, medium))
                         parent, salt = block, ""
-                case RemovedBlocks(hashes):
+                case RemovedBlocks(hashes, medium):
                     for block in hashes:
                         # A block stored by these steps was not resident before them, unless already in `removed`.
-                        if self.stored.pop(block, None) is None:
-                            self.removed[block] = None
+                        if self.stored.pop((medium, block), None) is None:
+                            self.removed.setdefault(medium, {})[block] = None
                 case AllCleared():
                     self.cleared = True
                     self.removed.clear()
@@ -104,7 +118,7 @@ class LostSteps:
 
     def changes(self) -> Step:
         head: Step = [AllCleared()] if self.cleared else []
-        removed: Step = [RemovedBlocks(tuple(self.removed))] if self.removed else []
+        removed: Step = [RemovedBlocks(tuple(blocks), medium) for medium, blocks in self.removed.items()]
         return [*head, *removed, *self.stored.values()]
 
 

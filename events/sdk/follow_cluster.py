@@ -71,6 +71,7 @@ async def follow(
     *,
     replicas: Collection[str] = (),
     token_ids: bool = True,
+    tiers: bool = False,
     keys: KeyPair | None = None,
     backlog_batches: int = BACKLOG_BATCHES,
     refresh_s: float = REFRESH_S,
@@ -78,14 +79,15 @@ async def follow(
 ) -> AsyncGenerator[Recorded, None]:
     """Yield every event of the replicas behind the router at `url`, starting with their present state.
 
-    `replicas`: follow only these. `refresh_s`: interval of requesting the list. `ask` replaces that request, for
+    `replicas`: follow only these. `tiers`: also yield blocks below the pool; their `medium` is not GPU, and a block may
+    be in several (`TieredMirror`). `refresh_s`: interval of requesting the list. `ask` replaces that request, for
     example to trust other certificates. Leaving the loop closes everything. Raises ClusterUnreachable, KeysRefused and
     EndpointUnusable.
     """
     loop = asyncio.get_running_loop()
     inbox = Inbox(backlog_batches, loop.call_soon)
     asked = ask or functools.partial(ask_router, url)
-    feed = ClusterFeed(asked, inbox, only=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s)
+    feed = ClusterFeed(asked, inbox, only=replicas, token_ids=token_ids, tiers=tiers, keys=keys, refresh_s=refresh_s)
     running = asyncio.ensure_future(feed.run())
 
     def report_end(ended: "asyncio.Future[None]") -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from ..follow.subscription import Apply, Reset
 from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_hash
-from ..wire.messages import SnapshotBlock
+from ..wire.messages import COMPUTE_MEDIUM, SnapshotBlock
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
@@ -31,10 +31,13 @@ def stream_events(instruction: Apply | Reset) -> Iterator[StreamEvent]:
         case Apply(seq, ts, events):
             for event in events:
                 yield StreamEvent(seq, ts, event)
-        case Reset(_, seq, blocks):
+        case Reset(_, seq, blocks, tiers):
             yield StreamEvent(seq, None, Cleared(), resync=True)
             for event in chains(blocks):
                 yield StreamEvent(seq, None, event, resync=True)
+            for medium, held in tiers.items():
+                for event in chains(held):
+                    yield StreamEvent(seq, None, msgspec.structs.replace(event, medium=medium), resync=True)
         case _:
             assert_never(instruction)
 
@@ -77,14 +80,19 @@ def _describe_event(event: CacheEvent) -> str:
         case Stored():
             where = "at the start of a prompt" if event.parent is None else f"after {_short(event.parent)}"
             count = len(event.token_ids) or len(event.hashes) * event.block_size
-            return f"stored {_blocks(event.hashes)} {where}" + (f" ({count} tokens)" if count else "")
+            stored = f"stored {_blocks(event.hashes)}{_in_tier(event.medium)} {where}"
+            return stored + (f" ({count} tokens)" if count else "")
         case Removed():
             names = ", ".join(map(_short, event.hashes[:3])) + (", …" if len(event.hashes) > 3 else "")
-            return f"removed {_blocks(event.hashes)}: {names}"
+            return f"removed {_blocks(event.hashes)}{_in_tier(event.medium)}: {names}"
         case Cleared():
             return "cleared"
         case _:
             assert_never(event)
+
+
+def _in_tier(medium: str | None) -> str:
+    return "" if medium is None or medium == COMPUTE_MEDIUM else f" in {medium}"
 
 
 def _blocks(hashes: Sequence[int]) -> str:

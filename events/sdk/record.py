@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from ..errors import BadRecord
-from ..follow.block_set import CacheMirror
+from ..follow.block_set import CacheMirror, TieredMirror
 from ..wire.cache_events import EVENT_NAMES, CacheEvent
 from .plain_stream import StreamEvent
 
@@ -90,11 +90,11 @@ def read_lines(lines: Iterable[bytes | str]) -> Iterator[Recorded]:
 
 
 def rebuild(records: Iterable[Recorded]) -> dict[str, CacheMirror]:
-    """Return the blocks that each replica holds after these records."""
-    mirrors: dict[str, CacheMirror] = {}
+    """Return the blocks that each replica holds in its pool after these records."""
+    mirrors: dict[str, TieredMirror] = {}
     for record in records:
-        mirrors.setdefault(record.replica, CacheMirror()).apply(record.item.event)
-    return mirrors
+        mirrors.setdefault(record.replica, TieredMirror()).apply(record.item.event)
+    return {replica: mirror.pool for replica, mirror in mirrors.items()}
 
 
 def _line(record: Recorded) -> _Line:

@@ -143,6 +143,7 @@ async def subscribe(
     *,
     token_ids: bool = True,
     counted: bool = False,
+    tiers: bool = False,
     topic: bytes = EVENTS_TOPIC,
     heartbeat_interval_s: float = 0.2,
     backlog_batches: int = BACKLOG_BATCHES,
@@ -151,9 +152,10 @@ async def subscribe(
 ) -> AsyncGenerator[StreamEvent, None]:
     """Yield every event of one publisher, starting with its present state, without gaps. Never ends by itself.
 
-    `counted`, `topic` (for other engines' publishers) and `keys` (for encrypted ones) are as in `EventFeed`. Raises
-    EndpointUnusable, KeysRefused when the publisher does not accept the keys, and PublisherGone after `patience_s`
-    without a message (None waits forever), because a publisher that was restarted elsewhere has other addresses.
+    `counted` and `topic` (for other engines' publishers), `tiers` and `keys` (for encrypted ones) are as in
+    `EventFeed`. Raises EndpointUnusable, KeysRefused when the publisher does not accept the keys, and PublisherGone
+    after `patience_s` without a message (None waits forever), because a publisher that was restarted elsewhere has
+    other addresses.
     """
     loop = asyncio.get_running_loop()
     arrivals = Arrivals()
@@ -165,6 +167,7 @@ async def subscribe(
         heartbeat_interval_s=heartbeat_interval_s,
         token_ids=token_ids,
         counted=counted,
+        tiers=tiers,
         topic=topic,
         keys=keys,
         ipv6=await needs_ipv6(endpoints.events),

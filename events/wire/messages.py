@@ -17,6 +17,7 @@ from ..load_report import CacheCounters as CacheCounters
 from ..load_report import LoadReport as LoadReport
 from ..load_report import PrefillCost as PrefillCost
 from ..load_report import PrefillWork as PrefillWork
+from ..load_report import TierLoad as TierLoad
 
 #: A block hash on the stream: the last 8 bytes as an unsigned int, or all bytes (setting `hash_format`).
 WireHash = int | bytes
@@ -30,15 +31,23 @@ HEARTBEAT_TOPIC = b"heartbeat"
 LOAD_TOPIC = b"load"
 
 
+#: The name that vLLM, SGLang and all who read them have for the memory in which the engine computes, on any device.
+COMPUTE_MEDIUM = "GPU"
+#: The memories below it that our replicas may have, fastest first. Readers ignore blocks in any other.
+TIER_MEDIA = ("CPU", "DISK")
+
+
 class EventEndpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of one publisher's sockets."""
 
-    events: str  #: PUB, vLLM-compatible
+    events: str  #: PUB, vLLM-compatible; only blocks in the memory in which the engine computes
     replay: str  #: ROUTER, vLLM-compatible
     state: str  #: PUB: heartbeats and load reports
     snapshot: str  #: ROUTER: the full set of cached blocks
     fixed_events: str = ""  #: PUB, the same batches on the port and under the topic of settings; empty: none
     fixed_replay: str = ""  #: ROUTER for these
+    tiered_events: str = ""  #: PUB, the same batches with the blocks in the tiers below; empty: there are no tiers
+    tiered_replay: str = ""  #: ROUTER for these
     curve_key: str = ""  #: public CURVE key of all the replica's sockets, 40 characters of Z85; empty: no encryption
 
 
@@ -82,6 +91,14 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class TierDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digest of the blocks in one tier, as in a heartbeat."""
+
+    medium: str
+    blocks: int
+    digest: int
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the resident blocks after event `seq`: equal digests mean that a subscriber is exact."""
 
@@ -90,6 +107,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int  #: distinct resident blocks
     digest: int  #: XOR of their `wire_hash`es
     ts: float
+    tiers: list[TierDigest] = []  #: of the tiers that hold blocks
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,3 +131,5 @@ class SnapshotChunk(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     last: bool
     blocks: list[SnapshotBlock]
+    #: blocks in tiers, by medium. A block's parent may be in another medium, hence in another part.
+    tiers: dict[str, list[SnapshotBlock]] = {}

@@ -9,6 +9,7 @@ from tensors only: a replay reads their current contents.
 import contextlib
 import mmap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -113,6 +114,32 @@ class KvPool:
             (self._flat_values, self.values[layer], v),
         ):
             flat[layer].index_copy_(0, slots, as_moved(as_stored(new, pages.dtype)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's keys and values in all layers."""
+        return sum(stack[:, : self.block_size].nbytes for stack in self._stacks)
+
+    @torch.inference_mode()
+    def copy_out(self, block_id: int, data: memoryview) -> None:
+        """Copy a block's keys and values to `data`, of `block_bytes`; waits for steps that run."""
+        for part, stack in self._parts(block_id, data):
+            part.copy_(stack)
+
+    @torch.inference_mode()
+    def copy_in(self, block_id: int, data: memoryview) -> None:
+        """Inverse of `copy_out`."""
+        for part, stack in self._parts(block_id, data):
+            stack.copy_(part)
+
+    def _parts(self, block_id: int, data: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each stack, the part of `data` that belongs to the block's slice of it, and that slice."""
+        offset, begin = 0, block_id * self.block_size
+        for stack in self._stacks:
+            pages = stack[:, begin : begin + self.block_size]
+            part = torch.frombuffer(data, dtype=stack.dtype, count=pages.numel(), offset=offset)
+            yield part.view(pages.shape), pages
+            offset += pages.nbytes
 
     def copy(self, slots: torch.Tensor, kernels: TorchKernels) -> None:
         """Copy KV from slots[0] to slots[1] (slots [2, C]) in all layers; reads all sources before it writes."""

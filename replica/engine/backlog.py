@@ -1,6 +1,6 @@
 """The work that a replica still has, for the load report. Pure: computed from the requests."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...events.load_report import PrefillSpan, work_of
@@ -17,7 +17,6 @@ class Backlog:
     queued_prefill: PrefillWork
     decode_context_tokens: int
     waiting_blocks: int
-    running_generated: list[int]
 
 
 def backlog_of(running: Sequence[RequestState], waiting: Sequence[RequestState]) -> Backlog:
@@ -32,14 +31,4 @@ def backlog_of(running: Sequence[RequestState], waiting: Sequence[RequestState])
         queued_prefill=work_of(spans),
         decode_context_tokens=sum(request.computed for request in decoding),
         waiting_blocks=sum(request.needed_blocks for request in waiting),
-        running_generated=_by_length(running),
     )
-
-
-def _by_length(requests: Iterable[RequestState]) -> list[int]:
-    """The numbers of requests that have generated no token, 1, 2 to 3, 4 to 7, and so on."""
-    lengths = [request.generated.bit_length() for request in requests]
-    counts = [0] * (1 + max(lengths, default=-1))
-    for length in lengths:
-        counts[length] += 1
-    return counts

@@ -229,7 +229,6 @@ class Engine:
             queued_prefill=backlog.queued_prefill,
             prefill_sums=self.rates.prefill_sums,
             waiting_blocks=backlog.waiting_blocks,
-            running_generated=backlog.running_generated,
         )
 
     def _run(self, rows: list[ScheduledRow], result: StepResult) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import blocks_that_fit, bytes_per_block
 from ..config import ReplicaSettings
+from ..disk.folder import check_settings as check_disk
 from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMismatch, WeightsMissing
 from ..models.spec import FAMILIES, auto_dtype, split_problem
 from .quantized import Scaling, block_sizes, dequantized, method_problem, scalings
@@ -59,6 +60,8 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
     check_ranks(config, settings, pickled=are_pickled(folder))
     check_length(config, settings, cache)
     check_pool(config, settings, cache)
+    ranks = settings.tensor_parallel_size
+    check_disk(cache.disk_kv, cache.disk_kv_size, prefix_caching=cache.prefix_caching, ranks=ranks)
 
 
 def read_config(folder: Path) -> ModelConfig:

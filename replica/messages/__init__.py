@@ -193,6 +193,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     pinned_tokens: int | None = None
     embedding: bytes | None = None  #: float32 LE, if the request asked for one; `token_ids` is then empty
     waited_s: float | None = None  #: from its arrival here to the start of its first step; on the first output only
+    #: the part of `cached_tokens` that was loaded from tiers, by medium; on the first output only
+    loaded_tokens: tuple[tuple[str, int], ...] = ()
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):

@@ -16,6 +16,7 @@ def delta_of(
     cached = output.cached_tokens if request.cached_tokens is None else None
     if cached is not None:  # only the first report counts: a continuation may find its own blocks cached
         request.cached_tokens = cached
+        request.loaded_tokens = output.loaded_tokens if isinstance(output, TokenOutput) else ()
         _compare(request, cached, block_size, counters)
     first = not request.generated
     if isinstance(output, TextOutput):
@@ -40,6 +41,7 @@ def delta_of(
         prompt_logprobs=output.prompt_logprobs if first else None,
         finish_reason=output.finish_reason,
         cached_tokens=cached,
+        loaded_tokens=request.loaded_tokens if cached is not None else (),
         waited_s=output.waited_s if cached is not None and (output.waited_s or 0.0) >= 0.0 else None,  # no NaN
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,
@@ -58,6 +60,12 @@ def _compare(request: RequestState, cached: int, block_size: int, counters: Rout
         counters.predictions_exact += 1
     else:
         counters.predictions_low += 1
+    predicted, delivered = dict(forecast.loaded_tokens), dict(request.loaded_tokens)
+    if predicted or delivered:
+        media = predicted.keys() | delivered.keys()
+        exact = all(predicted.get(each, 0) // block_size == delivered.get(each, 0) // block_size for each in media)
+        counters.loads_exact += exact
+        counters.loads_wrong += not exact
 
 
 def refusal_error(request: RequestState, refused: Refused, max_model_len: int) -> RouterError:

@@ -193,6 +193,7 @@ class Dispatcher:
             queue_s=waited_s if before is None else before.queue_s,
             ttft_s=waited_s + row.ttft_s,
             cached_tokens=foreseen.tokens(foreseen.blocks, prompt.tokens, size),
+            loaded_tokens=tuple([(medium, blocks * size) for medium, blocks in foreseen.loads]),
             regret_tokens=regret,
             # It takes time to compute, so only sessions get it.
             known_tokens=0 if request.request.session is None else known_tokens(prompt, candidates),

@@ -147,6 +147,7 @@ class RequestState(msgspec.Struct, eq=False):
     suspicion: Suspicion | None = None  #: None: no replica died with it
     waits_for: str = ""  #: why it waits in the router, in words; empty: it does not
     cached_tokens: int | None = None  #: prompt tokens found in the cache; None: no replica has told so far
+    loaded_tokens: tuple[tuple[str, int], ...] = ()  #: the part of these loaded from tiers, by medium
     ttft_s: float | None = None
     outcome: Outcome | None = None  #: None until it is over
 

@@ -243,7 +243,9 @@ class RequestTable:
         self._counters.finished += 1
         if request.forecast is not None:
             self._counters.predicted_cached_tokens += request.forecast.cached_tokens
+            self._counters.predicted_loaded_tokens += sum([tokens for _, tokens in request.forecast.loaded_tokens])
         self._counters.delivered_cached_tokens += request.cached_tokens or 0
+        self._counters.delivered_loaded_tokens += sum([tokens for _, tokens in request.loaded_tokens])
 
     def fail(self, request: RequestState, error: RouterError) -> Ended:
         self._end(request, "fail", "failed")

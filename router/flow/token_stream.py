@@ -53,6 +53,7 @@ class RequestStream:
             prompt_tokens=state.prompt_tokens,
             predicted_tokens=0 if state.forecast is None else state.forecast.cached_tokens,
             cached_tokens=state.cached_tokens,
+            loaded_tokens=dict(state.loaded_tokens),
             generated_tokens=state.generated,
             continuations=state.moves.continuations,
             missing=_missing(state, clock_offset_s),

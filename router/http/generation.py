@@ -152,6 +152,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     plain: Detokenizer | None = None
     # Read once or rarely:
     cached: int = 0
+    loaded: tuple[tuple[str, int], ...] = ()  #: the part of `cached` loaded from tiers, by medium
     waited_s: float | None = None
     pinned: int | None = None
     prompt_logprobs: list[EncodedPosition] | None = None
@@ -194,6 +195,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
                 self.cached, self.waited_s = delta.cached_tokens, delta.waited_s
+                self.loaded = delta.loaded_tokens
             if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
@@ -392,6 +394,7 @@ class Generation:
         first = choices[0].stream.forecast if choices else None
         prompt_tokens = predicted = cached = generated = reasoning = pinned = moves = 0
         replicas: dict[str, None] = {}
+        loaded: dict[str, int] = {}
         for prompt in job.prompts:
             prompt_tokens += len(prompt.token_ids)
         for index, choice in enumerate(choices):
@@ -400,6 +403,8 @@ class Generation:
             if not index % job.choices_per_prompt:  # prompts count once
                 predicted += forecast.cached_tokens if (forecast := choice.stream.forecast) is not None else 0
                 cached += choice.cached
+                for medium, tokens in choice.loaded:
+                    loaded[medium] = loaded.get(medium, 0) + tokens
             generated += choice.generated
             reasoning += choice.reasoning_tokens
             pinned += choice.pinned or 0
@@ -422,6 +427,7 @@ class Generation:
             moves,
             job.served.limits.name,
             choices[0].waited_s if choices else None,
+            loaded_tokens=loaded,
         )
 
     def records(self) -> tuple[list[ChoiceRecord], int]:
@@ -443,9 +449,12 @@ class Generation:
         return self._exchange.summary or self._summary()
 
     def headers(self) -> Headers:
-        """Response headers: replicas, cached tokens and, where they apply, pinned tokens and the prompt's departure."""
+        """Response headers: replicas, cached tokens and, where they apply, loaded and pinned ones and the departure."""
         summary = self.summary()
         headers: list[tuple[str, object]] = [("x-homing-cached-tokens", summary.cached_tokens)]
+        if summary.loaded_tokens:
+            loaded = ", ".join(f"{medium}={tokens}" for medium, tokens in summary.loaded_tokens.items())
+            headers.append(("x-homing-loaded-tokens", loaded))
         pinned = [choice.pinned for choice in self.choices if choice.pinned is not None]
         if pinned:
             headers.append(("x-homing-pinned-tokens", sum(pinned)))

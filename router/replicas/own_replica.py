@@ -6,6 +6,7 @@ lists the replica, a lost connection is retried.
 
 import asyncio
 import logging
+from functools import partial
 
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
@@ -153,7 +154,9 @@ class OwnReplica(ReplicaHandle):
             self,
             context=context.zmq,
             heartbeat_interval_s=context.heartbeat_interval_s,
+            tiers=True,
             blocks=self._placement.blocks_of(self.replica_id),
+            tier=partial(self._placement.blocks_of, self.replica_id),
             keys=context.keys if endpoints.curve_key else None,
         )
 

@@ -16,6 +16,7 @@ from typing import assert_never
 import msgspec
 import zmq
 
+from ...events.follow.block_set import Digest
 from ...events.follow.input_log import InputLog
 from ...events.security.curve_keys import KeyPair
 from ...kvcache.config import KvCacheSettings
@@ -33,6 +34,7 @@ from ..backend import (
     RouterCounters,
     TextDigests,
     TextSource,
+    TierView,
     model_view,
 )
 from ..config import RouterSettings
@@ -52,6 +54,7 @@ from ..flow.input_dump import InputDumper
 from ..flow.request_flow import RequestFlow
 from ..flow.request_state import Continue, Deliver, Ended, Instruction, ReadSockets, RequestId, Send
 from ..flow.token_stream import RequestStream
+from ..routing.joined_replica import JoinedReplica
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
 from ..routing.replica_load import UnavailableReason
@@ -537,6 +540,22 @@ class RouterService:
         self._run(self._flow.expire(now))
         self._refuse_waiting()
 
+    def _tier_views(self, joined: JoinedReplica) -> dict[str, TierView]:
+        if joined.report is None:
+            return {}
+        views, tiers = dict[str, TierView](), self._placement.tiers
+        for each in joined.report.tiers:
+            known = each.medium in tiers.media(joined.name)
+            digest = tiers.of(joined.name, each.medium).digest(joined.name) if known else Digest(0, 0)
+            views[each.medium] = TierView(
+                total_blocks=each.total_blocks,
+                used_blocks=each.used_blocks,
+                load_block_s=each.load_block_s,
+                indexed_blocks=digest.blocks,
+                index_digest=f"{digest.xor:016x}",
+            )
+        return views
+
     def _replica_view(self, replica: OwnReplica | ExternalReplica) -> ReplicaView:
         about = replica.description
         view = ReplicaView(
@@ -587,6 +606,7 @@ class RouterService:
             waiting_blocks=max(0, load.free_blocks - load.spare_blocks) if reported else None,
             events_seq=replica.events_seq,
             index_digest=f"{self._placement.index.digest(name).xor:016x}",
+            tiers=self._tier_views(joined),
             warm_up=self._flow.warm_ups.progress(name),
             report_age_s=now - joined.last_message_at if reported else None,
         )

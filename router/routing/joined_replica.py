@@ -26,7 +26,7 @@ from ...events.wire.messages import CacheCounters, LoadReport, PrefillCost
 from ...replica.messages import ReplicaDescription
 from ..backend import FeedState
 from .expected_blocks import Expectation, ExpectedBlocks, common_prefix
-from .hits import ExactHits, hits_of
+from .hits import ExactHits, SlowerBlocks, hits_of
 from .policy.base import Prompt
 from .prefill_costs import bounded
 from .replica_load import TYPICAL_PROMPT_TOKENS, TYPICAL_TOKENS, ReplicaLoad, UnavailableReason
@@ -240,6 +240,12 @@ class JoinedReplica:
         """Uncached tokens of a request in phase sent; 0 for requests not sent here, such as those of a warm-up."""
         return self.sent[request_id].uncached_tokens if request_id in self.sent else 0
 
+    def worth_loading(self, media: Sequence[str]) -> list[str]:
+        """Those of its tiers from which a block is loaded sooner than computed, as far as it has measured."""
+        load_s = dict(self.load.load_block_s)
+        compute_s = self.load.prefill_cost.token_s * self.description.parity.block_size
+        return [medium for medium in media if load_s.get(medium, 0.0) < compute_s]
+
     def used_blocks(self, keys: Sequence[int]) -> int:
         """Number of the prompt's leading blocks that requests in flight use."""
         used = 0
@@ -343,6 +349,7 @@ class JoinedReplica:
             pinned_blocks=report.pinned_blocks,
             spare_blocks=report.free_blocks - self._sent_blocks - self._waiting_blocks,
             ends_per_step=self._ends_per_step,
+            load_block_s=tuple([(each.medium, each.load_block_s) for each in report.tiers]),
         )
         self.pressure_s = self._pressure_s(load, now)
         return load
@@ -401,6 +408,7 @@ class Foreseen(msgspec.Struct, frozen=True):
     blocks: int  #: by the request of the decision
     #: by each request in flight that starts after it now and shares expected blocks with it
     passed: dict[int, int] = {}
+    loads: SlowerBlocks = ()  #: the part of `blocks` that this request loads from tiers
 
     @staticmethod
     def tokens(blocks: int, prompt_tokens: int, block_size: int) -> int:
@@ -426,6 +434,8 @@ def _is_possible(report: LoadReport) -> bool:
         report.decode_step_s,
         report.queued_prefill_s or 0.0,
     ]
+    for tier in report.tiers:
+        numbers += (tier.total_blocks, tier.used_blocks, tier.load_block_s)
     if work is not None:
         numbers += (work.prompts, work.tokens, work.pairs, work.context)
     return all(0 <= number < inf for number in numbers)

@@ -9,11 +9,14 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heapreplace
 from math import inf
 from random import Random
+from typing import NamedTuple
+
+import msgspec
 
 from ...events.follow.block_set import Digest
 from ...events.follow.input_log import InputLog, logged
 from ...events.follow.residency import ResidentBlocks
-from ...events.wire.messages import LoadReport
+from ...events.wire.messages import COMPUTE_MEDIUM, LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState, RouterCounters
 from .block_history import BlockHistory
@@ -24,6 +27,7 @@ from .policy.base import STALE, Candidate, Decision, Policy, Prompt, Score, expe
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex
 from .tenant_blocks import TenantBlocks
+from .tier_index import TierIndex
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +40,17 @@ CROWDED = 0.5
 FEWEST = "fewest requests"
 
 
-def _blocks_bytes(args: tuple[str, Sequence[int]]) -> int:
-    return 40 * len(args[1])
+def _blocks_bytes(args: tuple[object, ...]) -> int:
+    blocks = args[1]
+    return 40 * len(blocks) if isinstance(blocks, Sequence) else 0
+
+
+class Held(NamedTuple):
+    """The leading blocks of a prompt that each replica has cached, by place."""
+
+    blocks: Sequence[int]  #: in the pool and, after those, in tiers
+    pool: Sequence[int]  #: in the pool
+    slower: dict[int, SlowerBlocks]  #: those of external engines in slower memory
 
 
 class Placement:
@@ -54,6 +67,7 @@ class Placement:
     ) -> None:
         """`silence_s`: a replica from which nothing was heard for so long gets no requests."""
         self.index = PrefixIndex()
+        self.tiers = TierIndex()
         self.fleet = Fleet(router_id, silence_s)
         self.policy = policy
         self.past = BlockHistory()
@@ -83,6 +97,7 @@ class Placement:
         self.past.lost(replica)
         self._staged.pop(replica, None)
         self.index.leave(replica)
+        self.tiers.leave(replica)
         self.fleet.leave(replica)
         self.policy.leave(replica)
 
@@ -106,14 +121,17 @@ class Placement:
         if self.fleet.report(replica, report, now):
             self.policy.report(replica, report)
 
-    def blocks_of(self, replica: str) -> ResidentBlocks:
+    def blocks_of(self, replica: str, medium: str = COMPUTE_MEDIUM) -> ResidentBlocks:
         """The store for the subscription of one of our replicas: the index, the policy and the history."""
-        return _ObservedBlocks(self, replica)
+        return _ObservedBlocks(self, replica, medium)
 
     @logged(_blocks_bytes)
-    def stored(self, replica: str, blocks: Sequence[int]) -> None:
+    def stored(self, replica: str, blocks: Sequence[int], medium: str = COMPUTE_MEDIUM) -> None:
         """The replica announced these blocks."""
-        self._stored(replica, blocks)
+        if medium == COMPUTE_MEDIUM:
+            self._stored(replica, blocks)
+        else:
+            self.tiers.of(replica, medium).add(replica, blocks)
 
     def _stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
@@ -121,9 +139,14 @@ class Placement:
         self.policy.stored(replica, blocks)
 
     @logged(_blocks_bytes)
-    def removed(self, replica: str, blocks: Sequence[int]) -> None:
+    def removed(self, replica: str, blocks: Sequence[int], medium: str = COMPUTE_MEDIUM) -> None:
         """The replica evicted these blocks."""
-        self._removed(replica, blocks)
+        if medium == COMPUTE_MEDIUM:
+            self._removed(replica, blocks)
+            return
+        self.tiers.of(replica, medium).remove(replica, blocks)
+        gone = [each for each in blocks if not self.index.holds(replica, each) and not self.tiers.holds(replica, each)]
+        self.past.removed(replica, gone, self.fleet[replica].blamed)
 
     def _removed(self, replica: str, blocks: Sequence[int]) -> None:
         joined = self.fleet[replica]
@@ -133,8 +156,11 @@ class Placement:
         self.past.removed(replica, blocks, joined.blamed)
 
     @logged(_blocks_bytes)
-    def reset(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica holds exactly these blocks."""
+    def reset(self, replica: str, blocks: Sequence[int], medium: str = COMPUTE_MEDIUM) -> None:
+        """The replica holds exactly these blocks in this medium."""
+        if medium != COMPUTE_MEDIUM:
+            self.tiers.of(replica, medium).reset(replica, blocks)
+            return
         if blocks:
             self.index.reset(replica, blocks)
         else:
@@ -144,16 +170,22 @@ class Placement:
         self.policy.reset(replica, blocks)
 
     @logged(_blocks_bytes)
-    def stage(self, replica: str, blocks: Sequence[int], *, first: bool) -> None:
+    def stage(self, replica: str, blocks: Sequence[int], medium: str = COMPUTE_MEDIUM, *, first: bool) -> None:
         """Take a part of the blocks that `install` will put in the place of the replica's. `first`: drop others."""
+        if medium != COMPUTE_MEDIUM:
+            self.tiers.of(replica, medium).stage(replica, blocks, first=first)
+            return
         self.index.stage(replica, blocks, first=first)
         if type(self.policy).reset is not Policy.reset:
             staged = self._staged[replica] = [] if first else self._staged.get(replica, [])
             staged += blocks
 
     @logged()
-    def install(self, replica: str) -> None:
-        """The replica holds exactly the staged blocks."""
+    def install(self, replica: str, medium: str = COMPUTE_MEDIUM) -> None:
+        """The replica holds exactly the staged blocks in this medium."""
+        if medium != COMPUTE_MEDIUM:
+            self.tiers.of(replica, medium).install(replica)
+            return
         self.index.install(replica)
         self.policy.reset(replica, self._staged.pop(replica, ()))
 
@@ -169,6 +201,7 @@ class Placement:
         """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
         self.past.now = now
         self.index.sweep()
+        self.tiers.sweep()
         for joined in self.fleet:
             joined.expire(now)
 
@@ -190,23 +223,74 @@ class Placement:
         `usable`: number of blocks before the prompt's last token, which is always computed; None: all.
         """
         self.fleet.refresh(now)
-        held, slower = self._held(keys, keys[:usable])
+        end = len(keys) if usable is None else min(usable, len(keys))
+        held = self._held(keys, end)
         compared: Iterable[JoinedReplica] = self.fleet
-        if not every and len(held) > 2 * CONTENDERS and self.policy.reads_contenders:
-            compared = self._contenders(held, keys, excluded)
+        if not every and len(held.blocks) > 2 * CONTENDERS and self.policy.reads_contenders:
+            compared = self._contenders(held.blocks, keys, excluded)
         found = []
         for each in compared:
             self.fleet.refresh_one(each, now)
-            found.append(_candidate(each, keys, held[each.place], slower.get(each.place, ()), each.name in excluded))
+            found.append(self._candidate(each, keys, end, held, each.name in excluded))
         return found
 
-    def _held(self, keys: Sequence[int], usable: Sequence[int]) -> tuple[Sequence[int], dict[int, SlowerBlocks]]:
-        """By place: the number of leading blocks that each replica has cached, and those of them in slower memory."""
+    def _held(self, keys: Sequence[int], end: int) -> Held:
+        """What the replicas have cached; `end`: blocks beyond it are not loaded."""
         held, slower = self.index.lengths(keys), dict[int, SlowerBlocks]()
         for joined in self.fleet:
-            if (rule := joined.hits.rule) is not None and (hit := rule(usable)) is not None:
+            if (rule := joined.hits.rule) is not None and (hit := rule(keys[:end])) is not None:
                 held[joined.place], slower[joined.place] = hit
-        return held, slower
+        if not self.tiers:
+            return Held(held, held, slower)
+        pool = held[:]
+        for joined in self.fleet:
+            held[joined.place] += _number(self._loads(joined, keys, held[joined.place], end))
+        return Held(held, pool, slower)
+
+    def _loads(self, joined: JoinedReplica, keys: Sequence[int], start: int, end: int) -> SlowerBlocks:
+        """The blocks that the replica loads from its tiers after `start` blocks; nothing that costs more than computing
+        it.
+        """
+        media = self.tiers.media(joined.name)
+        if not media or start >= end:
+            return ()
+        return self.tiers.run(joined.name, keys, start, end, joined.worth_loading(media))
+
+    def _candidate(self, joined: JoinedReplica, keys: Sequence[int], end: int, held: Held, excluded: bool) -> Candidate:
+        load, hits, used = joined.load, joined.hits, 0
+        blocks, pool, slower = held.blocks[joined.place], held.pool[joined.place], held.slower.get(joined.place, ())
+        expected = joined.expected.extended(keys, hits.remaining_hit(keys, pool))
+        if blocks > pool or (expected > pool and self.tiers.media(joined.name)):
+            expected, slower = self._with_loads(joined, keys, expected, end)
+        if load.spare_blocks < CROWDED * load.total_blocks:
+            used = joined.used_blocks(keys)
+            expected = hits.when_crowded(expected, used, load.spare_blocks)
+        return Candidate(
+            replica_id=joined.name,
+            feed=joined.feed,
+            load=load,
+            held_blocks=blocks,
+            expected_blocks=expected,
+            pool_blocks=pool,
+            used_blocks=used,
+            excluded=excluded,
+            slower_blocks=slower,
+        )
+
+    def _with_loads(self, joined: JoinedReplica, keys: Sequence[int], start: int, end: int) -> tuple[int, SlowerBlocks]:
+        """The length of a prefix whose first `start` blocks will be in the pool, with what the replica loads and what
+        requests in flight leave after that; and the part to load.
+        """
+        found: dict[str, int] = {}
+        while loads := self._loads(joined, keys, start, end):
+            for medium, blocks in loads:
+                found[medium] = found.get(medium, 0) + blocks
+            start += _number(loads)
+            further = joined.expected.extended(keys, start)
+            if further == start:
+                break
+            start = further
+        return start, tuple(found.items())
 
     def _contenders(
         self, held: Sequence[int], keys: Sequence[int], excluded: Collection[str]
@@ -262,7 +346,7 @@ class Placement:
 
     def rank(self, prompt: Prompt) -> float:
         """Sort key of a request that starts waiting, among its tenant's requests: the lowest goes first."""
-        held, _ = self._held(prompt.hashes, prompt.hashes)
+        held = self._held(prompt.hashes, len(prompt.hashes)).blocks
         uncached = max(1, prompt.tokens - max(held, default=0) * prompt.block_size)
         self.fleet.refresh(prompt.now)
         # Any replica's cost will do: the key only compares prompts with each other.
@@ -288,9 +372,14 @@ class Placement:
         chosen, prompt = decision.row.candidate, decision.prompt
         if chosen.feed is STALE:
             return NOTHING_FORESEEN
-        return self.fleet[chosen.replica_id].foresee(
-            prompt, chosen.held_blocks, chosen.expected_blocks, chosen.tokens_on_arrival(prompt)
-        )
+        joined = self.fleet[chosen.replica_id]
+        foreseen = joined.foresee(prompt, chosen.held_blocks, chosen.expected_blocks, chosen.tokens_on_arrival(prompt))
+        if not chosen.slower_blocks or not joined.hits.exact:
+            return foreseen
+        loads = chosen.slower_blocks
+        if foreseen.passed:  # then it loads itself what they would have brought up
+            loads = self._loads(joined, prompt.hashes, chosen.pool_blocks, foreseen.blocks)
+        return msgspec.structs.replace(foreseen, loads=loads)
 
     def book(
         self, request_id: int, decision: Decision, keys: Sequence[int], now: float, name: str = "", tenant: bytes = b""
@@ -308,7 +397,7 @@ class Placement:
         request = InFlight(
             request_id=request_id,
             chain=keys,
-            start=min(chosen.held_blocks, chosen.expected_blocks),
+            start=min(chosen.pool_blocks, chosen.expected_blocks),
             uncached_tokens=uncached,
             blocks=len(keys) + 1 - joined.used_blocks(keys),
             prefill_s=load.prefill_cost.seconds(prompt.tokens - uncached, uncached),
@@ -319,8 +408,9 @@ class Placement:
             name=name,
         )
         self.past.now = now
-        self.past.sent(joined.name, keys[request.start :], name)
-        self.tenant_blocks.needed(keys, tenant, request.start)
+        cached = min(chosen.held_blocks, chosen.expected_blocks)
+        self.past.sent(joined.name, keys[cached:], name)
+        self.tenant_blocks.needed(keys, tenant, cached)
         self.fleet.send(joined.name, request, now)
         self.policy.booked(joined.name, request_id, prompt)
 
@@ -335,6 +425,7 @@ class Placement:
 
     def check(self) -> None:
         self.index.check()
+        self.tiers.check()
         self.fleet.check()
         names = tuple(joined.name for joined in self.fleet)
         assert names == tuple(self.index.places), "replicas or their order differ"
@@ -359,24 +450,8 @@ def _decided_by_load(policy: Policy, prompt: Prompt, candidates: Sequence[Candid
     )
 
 
-def _candidate(
-    joined: JoinedReplica, keys: Sequence[int], held: int, slower: SlowerBlocks, excluded: bool
-) -> Candidate:
-    load, hits, used = joined.load, joined.hits, 0
-    expected = joined.expected.extended(keys, hits.remaining_hit(keys, held))
-    if load.spare_blocks < CROWDED * load.total_blocks:
-        used = joined.used_blocks(keys)
-        expected = hits.when_crowded(expected, used, load.spare_blocks)
-    return Candidate(
-        replica_id=joined.name,
-        feed=joined.feed,
-        load=load,
-        held_blocks=held,
-        expected_blocks=expected,
-        used_blocks=used,
-        excluded=excluded,
-        slower_blocks=slower,
-    )
+def _number(blocks: SlowerBlocks) -> int:
+    return sum([count for _, count in blocks])
 
 
 def _fewest(usable: Sequence[Candidate]) -> Candidate | None:
@@ -392,28 +467,31 @@ def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:
 class _ObservedBlocks:
     """The `ResidentBlocks` (events/follow/residency.py) of one of our replicas, which its subscription changes."""
 
-    def __init__(self, placement: Placement, replica: str) -> None:
-        self._placement, self._replica = placement, replica
+    def __init__(self, placement: Placement, replica: str, medium: str) -> None:
+        self._placement, self._replica, self._medium = placement, replica, medium
 
     @property
     def digest(self) -> Digest:
-        return self._placement.index.digest(self._replica)
+        placement = self._placement
+        pool = self._medium == COMPUTE_MEDIUM
+        index = placement.index if pool else placement.tiers.of(self._replica, self._medium)
+        return index.digest(self._replica)
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:  # noqa: ARG002 - a hash names its whole prefix
-        self._placement.stored(self._replica, hashes)
+        self._placement.stored(self._replica, hashes, self._medium)
 
     def remove(self, hashes: Sequence[int]) -> None:
-        self._placement.removed(self._replica, hashes)
+        self._placement.removed(self._replica, hashes, self._medium)
 
     def clear(self) -> None:
-        self._placement.reset(self._replica, ())
+        self._placement.reset(self._replica, (), self._medium)
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
         self.stage(blocks, first=True)
         self.install()
 
     def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
-        self._placement.stage(self._replica, [block for block, _ in blocks], first=first)
+        self._placement.stage(self._replica, [block for block, _ in blocks], self._medium, first=first)
 
     def install(self) -> None:
-        self._placement.install(self._replica)
+        self._placement.install(self._replica, self._medium)

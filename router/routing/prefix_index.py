@@ -283,6 +283,15 @@ class PrefixIndex:
                 replicas ^= bit
         return found
 
+    def run(self, replica: str, hashes: Sequence[int], start: int, end: int) -> int:
+        """The number of consecutive blocks that the replica holds from `start` on, before `end`."""
+        bit, getters, shift = self._bits[replica], self._getters, SHARD_SHIFT
+        for place in range(start, end):
+            block = hashes[place]
+            if not getters[block >> shift](block, 0) & bit:
+                return place - start
+        return max(0, end - start)
+
     def holds(self, replica: str, block: int) -> bool:
         return bool(self._get(block) & self._bits[replica])
 

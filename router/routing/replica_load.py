@@ -49,6 +49,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     pinned_blocks: int = 0
     #: mean number of running requests that end per decode step
     ends_per_step: float = 1 / TYPICAL_TOKENS
+    load_block_s: tuple[tuple[str, float], ...] = ()  #: seconds to bring a block up, by medium of its tiers
 
     @property
     def available(self) -> bool:

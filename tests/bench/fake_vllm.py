@@ -85,8 +85,10 @@ class Publisher:
         self.in_cpu = OrderedDict[BlockHash, None]()  #: the least recently used first
         self.cpu_blocks = 0
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str = "") -> None:
-        about = {"lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None] * len(hashes)}
+    def stored(
+        self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str = "", medium: str = "GPU"
+    ) -> None:
+        about = {"lora_id": None, "medium": medium, "lora_name": None, "extra_keys": [None] * len(hashes)}
         about |= {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
         names = {"block_hashes": [*map(wire_hash, hashes)], "parent_block_hash": parent and wire_hash(parent)}
         ids = {"token_ids": token_array(tokens).tolist(), "block_size": BLOCK}

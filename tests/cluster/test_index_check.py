@@ -42,6 +42,8 @@ def listed(**changes: Any) -> dict[str, Any]:
         ({"epoch": 8}, None),
         ({"feed": "stale"}, None),
         ({"url": "http://engine"}, None),
+        ({"tiers": {"CPU": {"indexed_blocks": 0, "index_digest": "0"}}}, True),
+        ({"tiers": {"CPU": {"indexed_blocks": 1, "index_digest": "2"}}}, False),
     ],
 )
 def test_equal_digests_after_the_same_batch_are_exact(changes: dict[str, Any], exact: bool | None) -> None:

@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -42,7 +43,7 @@ def new_publisher(
     epoch: int = 7,
     ipc_dir: Path | None = None,
     keys: ServerKeys | None = None,
-    **queues: int,
+    **options: Any,
 ) -> EventPublisher:
     """A publisher on the loopback address with a fast heartbeat."""
     return EventPublisher(
@@ -52,7 +53,7 @@ def new_publisher(
         epoch=epoch,
         ipc_dir=ipc_dir,
         keys=keys,
-        **queues,
+        **options,
     )
 
 

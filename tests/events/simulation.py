@@ -6,12 +6,13 @@ set is compared with the recorded one, so a reader that applies past a gap is ca
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 
-from homing.events import CacheMirror, Subscription
+from homing.events import CacheEvent, CacheMirror, Cleared, Subscription, TieredMirror
 from homing.events.config import EventsSettings
+from homing.events.follow.residency import SetResidency
 from homing.events.follow.subscription import (
     Apply,
     FeedOptions,
@@ -21,15 +22,19 @@ from homing.events.follow.subscription import (
     RequestSnapshot,
     Reset,
     SetStatus,
+    tier_digests,
 )
-from homing.events.publish.event_log import EventLog
+from homing.events.publish.event_log import EventLog, SentBatch
 from homing.events.publish.step_changes import AllCleared, LostSteps, RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.dialects import BatchDecoder, snapshot_pairs
+from homing.events.wire.messages import COMPUTE_MEDIUM, TIER_MEDIA
 
 from .fakes import BLOCK_SIZE, block, load_report, tokens
 
 Deliver = Callable[[Subscription], list[Instruction]]
 Position = tuple[int, int | None]
+#: Held blocks, each with its medium.
+Held = frozenset[tuple[str, int]]
 
 
 @dataclass
@@ -70,17 +75,21 @@ class World:
         foreign: bool = False,
         faults: Faults = MIXED,
         reader: type[Subscription] = Subscription,
+        tiers: bool = True,
     ) -> None:
+        """`tiers`: the reader follows them; otherwise it reads the stream without. A foreign publisher has none."""
         self.rng = random.Random(seed)
+        self.media = (COMPUTE_MEDIUM,) if foreign else (COMPUTE_MEDIUM, *TIER_MEDIA)
+        self.tiers = tiers
         self.foreign = foreign
         self.faults = faults
         #: number of times that each kind of fault has happened
         self.happened: Counter[str] = Counter()
         self.now = 0.0
         self.channels = {name: Channel() for name in ("events", "replay", "state", "snapshot", "requests")}
-        self.history: dict[Position, frozenset[int]] = {}
+        self.history: dict[Position, Held] = {}
         self.position: Position | None = None
-        self.sink = CacheMirror()
+        self.sink = TieredMirror()
         self.status = FeedStatus.SYNCING
         self.epoch = 0
         self.ledger = self._new_ledger()
@@ -88,9 +97,10 @@ class World:
         options = FeedOptions(
             replay=True, snapshot=own, heartbeats=own, buffer_batches=faults.buffer, answer_ticks=3, silent_ticks=6
         )
-        self.subscription = reader(options)
+        residency = SetResidency(CacheMirror(), tier=(lambda _: CacheMirror()) if tiers else None)
+        self.subscription = reader(options, residency)
         self.decoder = BatchDecoder()
-        self.resident: dict[int, int | None] = {}
+        self.resident: dict[str, dict[int, int | None]] = {medium: {} for medium in self.media}
         for _ in range(faults.late):
             self.commit()
         self.channels["events"].messages.clear()
@@ -98,7 +108,7 @@ class World:
 
     def _new_ledger(self) -> EventLog:
         self.epoch += 1
-        self.resident = {}
+        self.clear()
         self.history[(self.epoch, None)] = frozenset()
         settings = EventsSettings(replay_batches=self.rng.choice([0, 4, 40]))
         return EventLog(settings, epoch=self.epoch, block_size=BLOCK_SIZE)
@@ -109,39 +119,47 @@ class World:
         """A random engine step: chains grow, blocks are removed (even in the same step), or everything is cleared."""
         step: Step = []
         if self.rng.random() < 0.02:
-            self.resident.clear()
+            self.clear()
             step.append(AllCleared())
         for _ in range(self.rng.randint(1, 3)):
-            if self.resident and self.rng.random() < 0.45:
-                gone = self.rng.sample(sorted(self.resident), min(len(self.resident), self.rng.randint(1, 3)))
+            medium = self.rng.choice(self.media)
+            resident = self.resident[medium]
+            if resident and self.rng.random() < 0.45:
+                gone = self.rng.sample(sorted(resident), min(len(resident), self.rng.randint(1, 3)))
                 for number in gone:
-                    del self.resident[number]
-                step.append(RemovedBlocks(tuple(block(n) for n in gone)))
+                    del resident[number]
+                step.append(RemovedBlocks(tuple(block(n) for n in gone), medium))
             else:
-                step.append(self._random_store())
+                step.append(self._random_store(medium))
         return step
 
-    def _random_store(self) -> StoredBlocks:
-        first = parent = self.rng.choice([None, *self.resident])
-        fresh = [n for n in self.rng.sample(range(1, 60), 4) if n not in self.resident]
+    def _random_store(self, medium: str) -> StoredBlocks:
+        """Blocks of any medium after a parent of any: a block moves without its neighbours."""
+        first = parent = self.rng.choice([None, *(n for each in self.resident.values() for n in each)])
+        resident = self.resident[medium]
+        fresh = [n for n in self.rng.sample(range(1, 60), 4) if n not in resident]
         for number in fresh:
-            self.resident[number] = parent
+            resident[number] = parent
             parent = number
-        return StoredBlocks(None if first is None else block(first), tuple(map(block, fresh)), tokens(*fresh))
+        start = None if first is None else block(first)
+        return StoredBlocks(start, tuple(map(block, fresh)), tokens(*fresh), medium=medium)
+
+    def clear(self) -> None:
+        self.resident = {medium: {} for medium in self.media}
 
     def commit(self) -> None:
         self.now += 1.0
         sent = self.ledger.commit(self.random_step(), self.now)
         self.remember()
-        self.send("events", self._batch("on_batch", sent.seq, sent.payload))
+        self.send("events", self._batch("on_batch", sent))
 
     def reset(self) -> None:
         """Clear the cache between two steps."""
         self.now += 1.0
-        self.resident.clear()
+        self.clear()
         sent = self.ledger.commit([AllCleared()], self.now)
         self.remember()
-        self.send("events", self._batch("on_batch", sent.seq, sent.payload))
+        self.send("events", self._batch("on_batch", sent))
 
     def lose(self) -> None:
         lost = LostSteps()
@@ -152,9 +170,13 @@ class World:
 
     def remember(self) -> None:
         beat = self.ledger.heartbeat(self.now)
-        held = frozenset(self.resident)
-        assert beat.blocks == len(held), f"the book counts {beat.blocks}, the engine holds {len(held)}"
-        self.history[(self.epoch, beat.seq)] = held
+        counts = {COMPUTE_MEDIUM: beat.blocks, **{each.medium: each.blocks for each in beat.tiers}}
+        held = {medium: len(each) for medium, each in self.resident.items() if each or medium == COMPUTE_MEDIUM}
+        assert counts == held, f"the book counts {counts}, the engine holds {held}"
+        followed = self.media if self.tiers else self.media[:1]
+        self.history[(self.epoch, beat.seq)] = frozenset(
+            (medium, n) for medium in followed for n in self.resident[medium]
+        )
 
     def restart(self) -> None:
         """Restart the publisher behind the same sockets; ours may do so unnoticed, with messages still in transit."""
@@ -170,13 +192,14 @@ class World:
         self.send("state", lambda reader: reader.on_heartbeat(beat))
         self.send("state", lambda reader: reader.on_load(report))
 
-    def _batch(self, method: str, seq: int, payload: bytes) -> Deliver:
+    def _batch(self, method: str, sent: SentBatch) -> Deliver:
         epoch = None if self.foreign else self.ledger.epoch
-        return methodcaller(method, epoch, seq, self.decoder.decode(payload))
+        payload = sent.tiered if self.tiers else sent.payload
+        return methodcaller(method, epoch, sent.seq, self.decoder.decode(payload))
 
     def _answer_replay(self, since: int) -> list[Instruction]:
         for sent in self.ledger.replay(since):
-            self.send("replay", self._batch("on_replayed", sent.seq, sent.payload))
+            self.send("replay", self._batch("on_replayed", sent))
         self.send("replay", methodcaller("on_replay_end"))
         return []
 
@@ -225,16 +248,21 @@ class World:
                     self.send("requests", lambda _: self._answer_snapshot())
                 case SetStatus(status):
                     self.status = status
-                case Reset(epoch, seq, blocks):
-                    self.sink.replace(snapshot_pairs(blocks))
+                case Reset(epoch, seq, blocks, tiers):
+                    self.sink.apply(Cleared())
+                    self.sink.pool.replace(snapshot_pairs(blocks))
+                    for medium, held in tiers.items():
+                        mirror = self.sink.tiers[medium] = CacheMirror()
+                        mirror.replace(snapshot_pairs(held))
                     self.position = (epoch or self.epoch, seq)
                     self.compare(reset=True)
                 case Apply(seq, _, events):
                     self.apply(seq, events)
-        assert self.sink.digest == self.subscription.digest, "the digest differs from the set that was announced"
+        assert self.sink.pool.digest == self.subscription.digest, "the digest differs from the set that was announced"
+        assert self.subscription.agrees(self.sink.digests), "the digests of tiers differ from the sets announced"
         self.subscription.check()
 
-    def apply(self, seq: int, events: object) -> None:
+    def apply(self, seq: int, events: Sequence[CacheEvent]) -> None:
         assert self.position is not None, "applied before anything was known"
         epoch, before = self.position
         if not self.foreign or before is not None:
@@ -247,7 +275,8 @@ class World:
     def compare(self, *, reset: bool) -> None:
         """Assert that the reader's set is the publisher's at that position."""
         assert self.position is not None
-        held = set(self.sink.parents)
+        held = {(medium, n) for medium, each in self.sink.tiers.items() for n in each.parents}
+        held |= {(COMPUTE_MEDIUM, n) for n in self.sink.pool.parents}
         if self.foreign and not self.subscription.exact:
             assert reset or held <= self.history[self.position], "a block is credited that the publisher does not hold"
         elif not (self.foreign and reset):
@@ -298,4 +327,6 @@ class World:
         """Whether the reader is live and its set matches the publisher's digest."""
         beat = self.ledger.heartbeat(self.now)
         live = self.subscription.status is self.status is FeedStatus.LIVE
-        return live and self.sink.digest == (beat.blocks, beat.digest) == self.subscription.digest
+        tiers = tier_digests(beat) if self.tiers else {}
+        agrees = self.sink.digests == tiers and self.subscription.agrees(tiers)
+        return live and agrees and self.sink.pool.digest == (beat.blocks, beat.digest) == self.subscription.digest

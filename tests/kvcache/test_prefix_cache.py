@@ -34,7 +34,10 @@ class Mirror:
     stride: int = BLOCK_SIZE * 4
     salts: list[str] = field(default_factory=list)
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
+    def stored(
+        self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str, medium: str = "GPU"
+    ) -> None:
+        assert medium == "GPU"
         self.salts.append(salt)
         assert hashes
         assert parent is None or parent in self.resident, "the parent of a stored block is not resident"
@@ -44,7 +47,8 @@ class Mirror:
             self.resident[block_hash] = tokens[place * self.stride : (place + 1) * self.stride]
         self.calls.append(("stored", parent, tuple(hashes)))
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
+        assert medium == "GPU"
         assert hashes
         for block_hash in hashes:
             del self.resident[block_hash]

@@ -23,12 +23,13 @@ from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
 from homing.replica.config import ReplicaSettings
+from homing.replica.disk.file_format import Layout, decode_header
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.errors import EngineBroken, ReplicaError, StartupError
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Constraint, Generate, Pin
 from homing.replica.parallel.rank_group import RankGroup
-from homing.replica.server import MAX_FAILURES, start_replica
+from homing.replica.server import MAX_FAILURES, ReplicaServer, start_replica
 
 from .clients import PATIENCE_S, SEED, Client, Served, served
 from .fakes import generate
@@ -102,6 +103,48 @@ def test_the_second_identical_prompt_reports_its_cached_tokens(replica: Served) 
         client.wait(request_id)
 
     assert [client.outputs[request_id][0].cached_tokens for request_id in (1, 2)] == [0, 31]
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_blocks_on_disk_answer_after_a_restart_unless_they_are_damaged(folder: Path, tmp_path: Path, kind: str) -> None:
+    """The answers are those of the first start in either case; a pool in 8 bits has its own bytes, and another file."""
+    prompt, disk, sockets = list(range(3, 35)), tmp_path / "disk", tmp_path / "sockets"
+    sockets.mkdir()
+    options: dict[str, Any] = {
+        "kvcache": {"disk_kv": str(disk), "disk_kv_size": 1 << 20},
+        "settings": {"kv_cache_dtype": kind, "dtype": "bfloat16"},
+    }
+    answers, cached = [], []
+    for start in range(3):
+        if start == 2:
+            (path,) = disk.iterdir()
+            with path.open("r+b") as raw:
+                header = decode_header(raw.read(4096))
+                assert header is not None
+                layout = Layout(header.identity.block_size, header.identity.block_bytes, header.slots)
+                raw.seek(layout.data_at(0))
+                raw.write(b"\xa5" * (layout.file_bytes - layout.data_at(0)))
+        with served(folder, sockets, **options) as running:
+            client = running.client()
+            client.ask(1, prompt, max_tokens=12)
+            client.wait(1)
+            answers.append(client.tokens(1))
+            cached.append(client.outputs[1][0].cached_tokens)
+
+    assert answers == [answers[0]] * 3
+    assert cached == [0, 31, 0]
+
+
+def test_a_replica_that_cannot_use_its_disk_says_why(folder: Path, tmp_path: Path) -> None:
+    """Nothing stays open or behind; the setting to change is named."""
+    (tmp_path / "file").write_text("mine")
+    for kvcache, message in (
+        ({"disk_kv": str(tmp_path / "file"), "disk_kv_size": 1 << 20}, "file: it is not a folder"),
+        ({"disk_kv": str(tmp_path), "disk_kv_size": 4096}, "disk_kv_size 4,096: it holds only"),
+    ):
+        with pytest.raises(StartupError, match=message), served(folder, None, kvcache=kvcache):
+            pass
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_description_says_how_to_reach_and_what_to_expect(replica: Served) -> None:
@@ -510,22 +553,42 @@ def test_a_replica_whose_publisher_fails_ends(folder: Path, tmp_path: Path) -> N
         assert "publisher" in str(running.error)
 
 
-def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
-    """A hung rank or device raises nothing; only the step's duration reveals it (cluster/control/actors.py)."""
-    loader = Loader()
+def step_s_until(server: ReplicaServer, done: Callable[[float], bool]) -> float:
+    """Wait until `step_s` is as wanted, and return it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not done(value := server.step_s()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return value
+
+
+@pytest.mark.parametrize("place", ["the device", "sending", "publishing"])
+def test_a_turn_that_does_not_end_shows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A hung rank, device or socket raises nothing; only the turn's duration reveals it (cluster/control/actors.py)."""
+    loader, sending = Loader(), threading.Event()
     with served(folder, tmp_path, load_runner=loader) as running:
-        client, before = running.client(), running.server.step_s()
-        loader.runner.gate.clear()
+        server, client = running.server, running.client()
+        before = step_s_until(server, lambda value: value == 0)
+        gate = loader.runner.gate
+        if place == "sending":
+            gate, send = sending, server._requests.send
+            monkeypatch.setattr(
+                server._requests, "send", lambda *message: (sending.wait(PATIENCE_S), send(*message))[1]
+            )
+        elif place == "publishing":
+            gate, send_batches = sending, server._publisher._send_batches
+            monkeypatch.setattr(
+                server._publisher, "_send_batches", lambda sockets: sending.wait(PATIENCE_S) and send_batches(sockets)
+            )
+        gate.clear()
         client.ask(1, [5, 6, 7])
-        deadline = time.monotonic() + PATIENCE_S
-        while not running.server.step_s() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        during = running.server.step_s()
-        loader.runner.gate.set()
+        during = step_s_until(server, lambda value: value > 0.1)
+        gate.set()
         client.wait(1)
 
         assert before == 0
-        assert during > 0
+        assert during > 0.1
         assert len(client.tokens(1)) == 4
 
 
@@ -537,9 +600,7 @@ def test_steps_that_can_run_nothing_show_like_one_that_does_not_end(replica: Ser
     assert taken is not None
     client.ask(1, [5, 6, 7])
     deadline = time.monotonic() + PATIENCE_S
-    while server.step_s() < 0.1 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    during = server.step_s()
+    during = step_s_until(server, lambda value: value >= 0.1)
     if aborted:
         client.abort(1)
         while not server.idle() and time.monotonic() < deadline:
@@ -550,7 +611,7 @@ def test_steps_that_can_run_nothing_show_like_one_that_does_not_end(replica: Ser
 
     assert during >= 0.1
     assert server.idle()
-    assert server.step_s() == 0.0
+    assert step_s_until(server, lambda value: value == 0) == 0
 
 
 def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> None:

@@ -186,7 +186,6 @@ def load(rng: random.Random) -> msgspec.Struct:
         "queued_prefill_s": real(),
         "queued_prefill": PrefillWork(number(), number(), real(), real()),
         "waiting_blocks": number(),
-        "running_generated": [number() for _ in range(rng.choice([0, 1, 40]))],
         "prefill_sums": [real() for _ in range(rng.choice([0, SUMS, SUMS, SUMS + 1]))],
     }
     told = {name: lies[name] for name in rng.sample(sorted(lies), rng.choice([0, 1, 1, 2, 4]))}

@@ -80,6 +80,8 @@ class Order:
     replicas: Annotated[int, option("simulated replicas")] = 8
     routers: Annotated[int, option("routers, which share no state")] = 1
     cache_blocks: Annotated[int, option("KV blocks of one replica")] = 4096
+    host_blocks: Annotated[int, option("KV blocks of one replica in host memory, for what its cache evicts")] = 0
+    load_block_ms: Annotated[float, option("time to load one of them, in milliseconds")] = 1.0
     block_tokens: Annotated[int | None, option("tokens per block (default: 512 for traces, else the setting)")] = None
     load: Annotated[float | None, option("share of the replicas' best throughput; sets the speed")] = None
     speed: Annotated[float, option("speed-up of the recorded times")] = 1.0
@@ -198,6 +200,10 @@ def _calibrated(order: Order) -> Order:
 def table(outcome: Outcome) -> str:
     """The results as an aligned text table; times in seconds."""
     rows = [list(_HEADER), *(_cells(result) for result in outcome.results)]
+    if any(result.loaded_rate for result in outcome.results):
+        rows[0].append("loaded")
+        for row, result in zip(rows[1:], outcome.results, strict=True):
+            row.append(f"{result.loaded_rate:.1%}")
     if outcome.fault_s is not None:
         rows[0].append("recovery")
         for row, result in zip(rows[1:], outcome.results, strict=True):
@@ -283,6 +289,9 @@ def _run(order: Order, show: ShowProgress) -> Outcome:
     heading = f"{_heading(order, about, speed)}{shares}; {order.replicas} replicas of {order.cache_blocks} blocks"
     staged = Staged(setup, lambda: compress(_arrivals(order), speed))
     results = _compare(order.policies, staged, show)
+    if order.host_blocks:
+        heading += f", {order.host_blocks} more in host memory, {order.load_block_ms:g} ms to load one"
+        results += _without_tiers(staged, order.policies[0], show, about.requests)
     if order.ttft_target is not None:
         needed = _needed(order, order.ttft_target, staged, show)
         heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: {needed}"
@@ -337,6 +346,8 @@ def _setup(order: Order) -> Setup:
         limits=ReplicaLimits(
             blocks=order.cache_blocks,
             block_tokens=order.block_tokens or MOONCAKE_BLOCK_TOKENS,
+            host_blocks=order.host_blocks,
+            load_block_s=order.load_block_ms / 1000,
         ),
         replicas=order.replicas,
         routers=order.routers,
@@ -374,6 +385,16 @@ def _round(order: Order) -> Iterator[Arrival]:
 def _compare(policies: Sequence[str], staged: Staged, show: ShowProgress) -> list[Result]:
     total = facts(staged.arrivals()).requests
     return [_one(replace(staged.setup, policy=policy), staged, show, total) for policy in policies]
+
+
+def _without_tiers(staged: Staged, policy: str, show: ShowProgress, total: int) -> list[Result]:
+    """What the host tier gains by itself, and what it gains by the router's knowing of it: runs without each."""
+    setup = replace(staged.setup, policy=policy)
+    without = {
+        "tiers unseen": replace(setup, channel=replace(setup.channel, tiers=False)),
+        "no tiers": replace(setup, limits=replace(setup.limits, host_blocks=0)),
+    }
+    return [replace(_one(each, staged, show, total), policy=f"{policy}, {name}") for name, each in without.items()]
 
 
 def _one(setup: Setup, staged: Staged, show: ShowProgress, total: int) -> Result:

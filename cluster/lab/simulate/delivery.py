@@ -6,13 +6,15 @@ delays all and loses some of them; each router follows it through a `Subscriptio
 by replay or snapshot. Both are pure: time and randomness are passed in. Neither depends on requests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import assert_never
 
 from ....events.config import EventsSettings
+from ....events.follow.block_set import CacheMirror
+from ....events.follow.residency import SetResidency
 from ....events.follow.subscription import (
     Apply,
     DigestMismatch,
@@ -25,16 +27,17 @@ from ....events.follow.subscription import (
     SetStatus,
     Subscription,
 )
-from ....events.publish.event_log import EventLog
+from ....events.publish.event_log import EventLog, SentBatch
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_hash
 from ....events.wire.dialects import BatchDecoder
-from ....events.wire.messages import Heartbeat, LoadReport, SnapshotChunk
+from ....events.wire.messages import COMPUTE_MEDIUM, Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from ....kvcache.hashing import wire_hashes
 from ....router.routing.placement import Placement
 from ....router.routing.prefix_index import PrefixIndex
 from ...errors import SettingsError
 from .event_queue import EventQueue
+from .host_tier import HOST
 from .replica import SimulatedReplica
 from .router import SimulatedRouter
 
@@ -54,6 +57,7 @@ class Channel:
     loss: float = 0.0  #: share of published messages that a router never receives
     resync_s: float = 0.02  #: from a replay or snapshot request's arrival at the replica until the answer arrives
     wire: bool = False  #: whether to use the event stream even without loss
+    tiers: bool = True  #: whether routers learn what replicas hold in tiers
 
     def __post_init__(self) -> None:
         if not 0 <= self.loss < 1:
@@ -62,49 +66,66 @@ class Channel:
     def delivery(self, queue: EventQueue, heard: Heard, rng: Random) -> "Delivery":
         if self.wire or self.loss > 0:
             return Streamed(self, queue, heard, rng)
-        return Direct(self.delay_s, queue, heard)
+        return Direct(self.delay_s, queue, heard, tiers=self.tiers)
 
 
 class Truth(PrefixIndex):
-    """The true contents of the replicas, known without delay; the regret of every policy is computed from it."""
+    """The true contents of the replicas' pools, known without delay; the regret of every policy is computed from it."""
 
     __slots__ = ()
-    stored = PrefixIndex.add
-    removed = PrefixIndex.remove
+
+    def apply(self, replica: str, updates: "Sequence[Update]") -> None:
+        for event, hashes, medium in updates:
+            if medium != COMPUTE_MEDIUM:
+                continue
+            if event is Stored:
+                self.add(replica, hashes)
+            elif event is Removed:
+                self.remove(replica, hashes)
+            else:
+                self.reset(replica, hashes)
 
 
-#: A change as routers apply it: event type and the wire hashes of its blocks.
-Update = tuple[type[CacheEvent], Sequence[int]]
+#: A change as routers apply it: event type, the wire hashes of its blocks, and their medium.
+Update = tuple[type[CacheEvent], Sequence[int], str]
 
 
 def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
     for change in changes:
         match change:
-            case StoredBlocks(_, hashes, _, _):
-                yield Stored, wire_hashes(b"".join(hashes))
-            case RemovedBlocks(hashes):
-                yield Removed, wire_hashes(b"".join(hashes))
+            case StoredBlocks(hashes=hashes, medium=medium):
+                yield Stored, wire_hashes(b"".join(hashes)), medium
+            case RemovedBlocks(hashes, medium):
+                yield Removed, wire_hashes(b"".join(hashes)), medium
             case AllCleared():
-                yield Cleared, ()
+                yield Cleared, (), COMPUTE_MEDIUM
             case _:
                 assert_never(change)
 
 
-def apply(state: Placement | Truth, replica: str, updates: Sequence[Update]) -> None:
-    for event, hashes in updates:
+def apply(state: Placement, replica: str, updates: Sequence[Update]) -> None:
+    for event, hashes, medium in updates:
         if event is Stored:
-            state.stored(replica, hashes)
+            state.stored(replica, hashes, medium)
         elif event is Removed:
-            state.removed(replica, hashes)
+            state.removed(replica, hashes, medium)
         else:
-            state.reset(replica, hashes)
+            _reset(state, replica, (), {})
+
+
+def _reset(state: Placement, replica: str, pool: Sequence[int], tiers: Mapping[str, Sequence[int]]) -> None:
+    """The replica holds exactly these blocks."""
+    state.reset(replica, pool)
+    for medium in {*state.tiers.media(replica), *tiers}:
+        state.reset(replica, tiers.get(medium, ()), medium)
 
 
 class Direct:
     """Delivers everything, in order; a router that begins to follow a replica knows its contents at once."""
 
-    def __init__(self, delay_s: float, queue: EventQueue, heard: Heard) -> None:
+    def __init__(self, delay_s: float, queue: EventQueue, heard: Heard, *, tiers: bool) -> None:
         self._delay_s = delay_s
+        self._tiers = tiers
         self._queue = queue
         self._heard = heard
         self._sent = 0
@@ -116,7 +137,9 @@ class Direct:
         """Make a router without any state of this replica follow it."""
         name, now = replica.replica_id, self._queue.now
         router.join(replica, now)
-        router.placement.reset(name, wire_hashes(b"".join([block.block_hash for block in replica.residents()])))
+        pool = wire_hashes(b"".join([block.block_hash for block in replica.residents()]))
+        tiers = {HOST: wire_hashes(b"".join(replica.host))} if self._tiers and len(replica.host) else {}
+        _reset(router.placement, name, pool, tiers)
         router.placement.set_feed(name, FeedStatus.LIVE)
         router.placement.report(name, replica.report(now), now)
         self.follow_on(router, replica)
@@ -138,6 +161,8 @@ class Direct:
     ) -> None:
         """Send what changed at a replica; `updates` are those of `changes`."""
         self._sent += 1
+        if not self._tiers:
+            updates = [each for each in updates if each[2] == COMPUTE_MEDIUM]
         arrive = partial(self._arrive, self._sent, self._followers[replica], replica, updates, report)
         if self._delay_s:
             self._queue.later(self._delay_s, arrive)
@@ -166,7 +191,7 @@ class Direct:
 @dataclass(slots=True)
 class _Link:
     router: SimulatedRouter
-    subscription: Subscription = field(default_factory=Subscription)
+    subscription: Subscription
     decoder: BatchDecoder = field(default_factory=BatchDecoder)
     loads: int = 0  #: number of the newest received load report
     proved: int | None = None  #: next batch number as of the newest received heartbeat; None: not exact then
@@ -212,7 +237,9 @@ class Streamed:
             log = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens)
             publisher = _Publisher(replica.replica_id, log, replica.report(self._queue.now))
             self._publishers[replica.replica_id] = publisher
-        link = publisher.links[router.name] = _Link(router)
+        tier = (lambda _: CacheMirror()) if self._channel.tiers else None
+        reader = Subscription(residency=SetResidency(CacheMirror(), tier=tier))
+        link = publisher.links[router.name] = _Link(router, reader)
         self._carry_out(publisher, link, link.subscription.start())
         self._start_ticking(publisher)
 
@@ -229,7 +256,7 @@ class Streamed:
         publisher = self._publishers[replica]
         if changes:
             sent = publisher.log.commit(list(changes), self._queue.now)
-            self._publish_to_all(publisher, partial(self._on_batch, publisher, sent.seq, sent.payload))
+            self._publish_to_all(publisher, partial(self._on_batch, publisher, sent))
         if report is not None:
             publisher.report = report
             publisher.loads += 1
@@ -291,9 +318,9 @@ class Streamed:
 
     # The reader's side
 
-    def _on_batch(self, publisher: _Publisher, seq: int, payload: bytes, link: _Link) -> None:
-        batch = link.decoder.decode(payload)
-        self._carry_out(publisher, link, link.subscription.on_batch(publisher.log.epoch, seq, batch))
+    def _on_batch(self, publisher: _Publisher, sent: SentBatch, link: _Link) -> None:
+        batch = link.decoder.decode(sent.tiered if self._channel.tiers else sent.payload)
+        self._carry_out(publisher, link, link.subscription.on_batch(publisher.log.epoch, sent.seq, batch))
 
     def _on_load(self, publisher: _Publisher, number: int, report: LoadReport, link: _Link) -> None:
         link.loads = number
@@ -304,10 +331,10 @@ class Streamed:
         exact = link.subscription.status is FeedStatus.LIVE and link.subscription.cursor.expected == _next(beat.seq)
         link.proved = _next(beat.seq) if exact else None
 
-    def _on_replay(self, publisher: _Publisher, sent: Sequence[tuple[int, bytes]], link: _Link) -> None:
-        for seq, payload in sent:
-            batch = link.decoder.decode(payload)
-            self._carry_out(publisher, link, link.subscription.on_replayed(publisher.log.epoch, seq, batch))
+    def _on_replay(self, publisher: _Publisher, batches: Sequence[SentBatch], link: _Link) -> None:
+        for sent in batches:
+            batch = link.decoder.decode(sent.tiered if self._channel.tiers else sent.payload)
+            self._carry_out(publisher, link, link.subscription.on_replayed(publisher.log.epoch, sent.seq, batch))
         self._carry_out(publisher, link, link.subscription.on_replay_end())
 
     def _on_snapshot(self, publisher: _Publisher, chunks: Sequence[SnapshotChunk], link: _Link) -> None:
@@ -319,9 +346,10 @@ class Streamed:
         for instruction in instructions:
             match instruction:
                 case Apply(_, _, events):
-                    apply(placement, name, [(type(event), getattr(event, "hashes", ())) for event in events])
-                case Reset(_, _, blocks):
-                    placement.reset(name, [wire_hash(block.block_hash) for block in blocks])
+                    apply(placement, name, [_update(event) for event in events])
+                case Reset(_, _, blocks, tiers):
+                    held = {medium: _names(each) for medium, each in tiers.items()}
+                    _reset(placement, name, _names(blocks), held)
                 case SetStatus(status):
                     placement.set_feed(name, status if status is FeedStatus.LIVE else FeedStatus.SYNCING)
                 case ForwardLoad(report):
@@ -338,6 +366,14 @@ class Streamed:
 
 
 Delivery = Direct | Streamed
+
+
+def _update(event: CacheEvent) -> Update:
+    return type(event), getattr(event, "hashes", ()), getattr(event, "medium", None) or COMPUTE_MEDIUM
+
+
+def _names(blocks: Sequence[SnapshotBlock]) -> list[int]:
+    return [wire_hash(block.block_hash) for block in blocks]
 
 
 def _next(seq: int | None) -> int:

@@ -8,6 +8,9 @@ with prefill are simulated one by one; consecutive steps that only decode
 are one leap, because all running requests advance at the same pace. A cached unit is one block of the workload; tokens
 inside it are not distinguished, except the last one of a fully cached prompt, which the engine computes.
 
+A host tier keeps what the pool evicts. A request loads from it what continues its cached prefix, all in its first step,
+which takes so much longer, unless that costs more than computing it.
+
 Simplifications: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
 """
 
@@ -24,7 +27,7 @@ from msgspec import structs
 
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ....events.wire.messages import CacheCounters, LoadReport, PrefillWork
+from ....events.wire.messages import CacheCounters, LoadReport, PrefillWork, TierLoad
 from ....kvcache.block_index import CachedBlock
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
@@ -33,6 +36,7 @@ from ....replica.engine import queue_order
 from ....replica.engine.throughput import SmoothedRates
 from ....replica.messages import WORTH_WAITING_TOKENS
 from ...errors import SettingsError
+from .host_tier import HOST, HostTier
 from .workload import Arrival
 
 #: Parent of every first block; then the content of every block, which may be equal because names are unique.
@@ -91,6 +95,8 @@ class ReplicaLimits:
     max_batched_tokens: int = 8192
     #: Whether requests start in our engine's order; if not, in the order of arrival, as in vLLM and SGLang.
     own_order: bool = True
+    host_blocks: int = 0  #: in host memory, for blocks that the pool evicts
+    load_block_s: float = 0.001  #: seconds to load one of them into the pool
 
 
 @dataclass(slots=True)
@@ -106,6 +112,8 @@ class Work:
     prefill_tokens: int = 0  #: tokens that must be in KV before the next token can be drawn
     computed: int = 0
     cached_tokens: int | None = None  #: found in the cache at the first admission; None: not admitted yet
+    loaded_tokens: int = 0  #: the part of them loaded from the host tier
+    predicted_loads: int = 0  #: the part of `predicted` to be loaded
     cached: int = 0  #: tokens found in the cache at the last admission
     committed: int = 0
     turn: int = 0  #: the lowest starts first
@@ -126,6 +134,7 @@ class _Found(NamedTuple):
 
     match: PrefixMatch  #: whole blocks, without the one that holds the last token
     tokens: int  #: leading tokens that need not be computed
+    loads: int = 0  #: blocks after those of `match` that are loaded from the host tier
 
 
 class Progress(NamedTuple):
@@ -164,6 +173,8 @@ class SimulatedReplica:
         self._stores = 0  # how often blocks were stored
         self.shares_cache = cache is not None
         self.cache = cache or PrefixCache(limits.blocks + 1, 1, listener=self)
+        self.host = HostTier(limits.host_blocks)
+        self._load_s = 0.0  # of the requests admitted for the next step
         #: Both lists are ordered by turn.
         self._waiting: list[Work] = []
         self._prefilling: list[Work] = []
@@ -180,14 +191,25 @@ class SimulatedReplica:
 
     # Called by the prefix cache
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:  # noqa: ARG002
+    def stored(
+        self,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        tokens: bytes,
+        salt: str,  # noqa: ARG002
+        medium: str = "GPU",
+    ) -> None:
         self._stores += 1
-        self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
+        self._changes.append(StoredBlocks(parent, tuple(hashes), tokens, medium=medium))
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
-        self._changes.append(RemovedBlocks(tuple(hashes)))
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
+        self._changes.append(RemovedBlocks(tuple(hashes), medium))
+        if self.host.capacity:
+            self._stores += 1  # what was looked up before may be there no more
+            self._changes += self.host.demote(hashes)
 
     def cleared(self) -> None:
+        self.host.clear()
         self._changes.append(AllCleared())
 
     # Requests
@@ -275,20 +297,11 @@ class SimulatedReplica:
             prefill_cost=cost,
             prefill_sums=rates.prefill_sums,
             waiting_blocks=self._waiting_blocks,
-            running_generated=self._running_generated(),
+            tiers=(self._tier(),) if self.host.capacity else (),
         )
 
-    def _running_generated(self) -> list[int]:
-        clock = self._clock
-        tokens = [work.ahead + clock for work in self._decoding.values()]
-        if self._prefilling:
-            tokens += [work.generated for work in self._prefilling]
-        if not tokens:
-            return []
-        counts = [0] * (1 + max(tokens).bit_length())
-        for generated in tokens:
-            counts[generated.bit_length()] += 1
-        return counts
+    def _tier(self) -> TierLoad:
+        return TierLoad(HOST, self.host.capacity, len(self.host), self.limits.load_block_s)
 
     def residents(self) -> Iterator[CachedBlock]:
         """The cached blocks that it announces; none if it shares its cache."""
@@ -319,7 +332,8 @@ class SimulatedReplica:
         self._rows = rows = self._plan() if self._waiting or self._prefilling else []
         decoding = len(self._decoding)
         if rows:
-            seconds = self._model.prefill_s(sum([tokens for _, tokens in rows]))
+            seconds = self._model.prefill_s(sum([tokens for _, tokens in rows])) + self._load_s
+            self._load_s = 0.0
             if decoding:
                 seconds += self._decode_step_s()
             self.next_at = now + seconds
@@ -366,7 +380,8 @@ class SimulatedReplica:
         """Whether a running request is about to compute enough of this one's missing prefix to be worth waiting for."""
         if self.shares_cache or not self._prefilling or not self.limits.own_order:
             return False
-        hashes, first = work.hashes, len(self._found(work).match.blocks)
+        found = self._found(work)
+        hashes, first = work.hashes, len(found.match.blocks) + found.loads
         last = first + max(1, WORTH_WAITING_TOKENS // self.limits.block_tokens) - 1
         return last < len(hashes) and any(
             other.committed == first and last < len(other.hashes) and other.hashes[last] == hashes[last]
@@ -409,9 +424,19 @@ class SimulatedReplica:
         match = self.cache.match(ROOT, hashes, _UNIT * len(hashes), len(hashes) + 1)
         tokens = match.tokens * self.limits.block_tokens
         if tokens < work.prefill_tokens:
-            return _Found(match, tokens)
+            loads = self._loads(work, len(match.blocks))
+            return _Found(match, tokens + loads * self.limits.block_tokens, loads)
         # The last token is always computed, in a copy of its block.
         return _Found(structs.replace(match, blocks=match.blocks[:-1], tokens=match.tokens - 1), tokens - 1)
+
+    def _loads(self, work: Work, held: int) -> int:
+        """The number of blocks to load after the first `held`: none if loading costs more than computing."""
+        block_s = self.rates.prefill_cost.token_s * self.limits.block_tokens
+        if not len(self.host) or self.limits.load_block_s >= block_s:
+            return 0
+        return self.host.run(
+            work.hashes, held, min(len(work.hashes), (work.prefill_tokens - 1) // self.limits.block_tokens)
+        )
 
     def _admit(self, work: Work) -> bool:
         refused = work.refused_at_free
@@ -422,6 +447,8 @@ class SimulatedReplica:
             return False
         found = self._found(work)
         held = len(found.match.blocks)
+        loaded = work.hashes[held : held + found.loads]
+        self.host.use(loaded)
         blocks = self.cache.acquire(found.match, self._table(work) - held, leave if running else None)
         if blocks is None:
             work.refused_at_free = room
@@ -430,9 +457,16 @@ class SimulatedReplica:
         work.found = work.refused_at_free = None
         work.blocks = blocks
         work.committed = held
-        work.cached = work.computed = found.tokens
+        # Blocks that were evicted to make room may have displaced some of them.
+        loaded = loaded[: self.host.run(loaded, 0, len(loaded))]
+        loaded_tokens = len(loaded) * self.limits.block_tokens
+        work.cached = work.computed = found.tokens - found.loads * self.limits.block_tokens + loaded_tokens
         if work.cached_tokens is None:
-            work.cached_tokens = work.cached
+            work.cached_tokens, work.loaded_tokens = work.cached, loaded_tokens
+        if loaded:
+            self._load_s += len(loaded) * self.limits.load_block_s
+            self._commit(work, work.computed)
+            self.host.promoted(loaded)
         self._waiting_work = _added(self._waiting_work, work.waiting_work, -1)
         self._waiting_blocks -= work.needed_blocks
         insort(self._prefilling, work, key=_by_turn)

@@ -87,6 +87,7 @@ class Tally:
     moved: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    loaded_tokens: int = 0  #: the part of `hit_tokens` loaded from host tiers
     regret_tokens: int = 0
     predicted_exactly: int = 0
     predictions: int = 0
@@ -109,10 +110,11 @@ class Result:
     ttft_p99_s: float
     latency_mean_s: float
     hit_rate: float  #: share of prompt tokens that came from a cache
+    loaded_rate: float  #: share of prompt tokens loaded from host tiers, part of `hit_rate`
     regret_rate: float  #: share of prompt tokens computed although another replica held them
     imbalance: float  #: prefilled tokens of the busiest replica, divided by the mean
     utilisation: float  #: busy share of the time that replicas ran
-    exact_rate: float | None  #: share of predictions of cached tokens that were exact; None: nothing is predicted
+    exact_rate: float | None  #: share of predictions of cached and loaded tokens that were exact; None: none was made
     held: int
     moved: int
     preemptions: int

@@ -77,7 +77,8 @@ class SimulatedRouter:
         """Choose a replica, book the request there and return its id; None: hold it until something changes."""
         arrival, placement = work.arrival, self.placement
         prompt = self._prompt(work, block_tokens, now)
-        decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now))
+        usable = (prompt.tokens - 1) // block_tokens
+        decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now, usable=usable))
         chosen = decision.chosen
         if chosen is None:
             return None
@@ -90,6 +91,7 @@ class SimulatedRouter:
         """As in the request flow. A prompt of whole blocks computes only its last token."""
         foreseen, size = self.placement.foresee(decision), prompt.block_size
         work.predicted = min(foreseen.blocks * size, prompt.tokens - 1)
+        work.predicted_loads = sum([blocks * size for _, blocks in foreseen.loads])
         for request_id, blocks in foreseen.passed.items():
             if (other := self._unstarted.get(request_id)) is not None and other.predicted is not None:
                 other.predicted = max(other.predicted, min(blocks * size, other.arrival.tokens + other.generated - 1))

@@ -117,6 +117,7 @@ def result_of(setup: Setup, simulation: Simulation, cpu_s: float) -> Result:
         ttft_p99_s=tally.ttft.quantile(0.99),
         latency_mean_s=tally.latency.mean,
         hit_rate=tally.hit_tokens / max(1, tally.prompt_tokens),
+        loaded_rate=tally.loaded_tokens / max(1, tally.prompt_tokens),
         regret_rate=tally.regret_tokens / max(1, tally.prompt_tokens),
         imbalance=max(prefilled) / mean if mean else 1.0,
         utilisation=busy / simulation.replica_s if simulation.now else 0.0,

@@ -16,7 +16,7 @@ from random import Random
 from ....events.publish.step_changes import net_changes
 from ....events.wire.messages import LoadReport
 from ....router.routing.policy.base import Policy
-from .delivery import Channel, Truth, Update, apply, updates_of
+from .delivery import Channel, Truth, Update, updates_of
 from .event_queue import EventQueue
 from .peers.base import Peer
 from .replica import Progress, SimulatedReplica, Work
@@ -256,7 +256,7 @@ class Simulation:
         if changes:
             changes = net_changes(changes)
             updates = list(updates_of(changes))
-            apply(self._truth, replica.replica_id, updates)
+            self._truth.apply(replica.replica_id, updates)
         if changes or report is not None:
             self.delivery.send(replica.replica_id, changes, updates, report)
 
@@ -286,7 +286,8 @@ class Simulation:
         tally.prompt_tokens += arrival.tokens
         tally.hit_tokens += cached
         tally.full_prefills += not cached
-        tally.regret_tokens += work.regret_tokens
+        tally.loaded_tokens += work.loaded_tokens
+        tally.regret_tokens += max(0, work.regret_tokens - work.loaded_tokens)
         if work.predicted is not None:
             tally.predictions += 1
-            tally.predicted_exactly += work.predicted == cached
+            tally.predicted_exactly += (work.predicted, work.predicted_loads) == (cached, work.loaded_tokens)

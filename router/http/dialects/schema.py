@@ -283,6 +283,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     """The number of prompt tokens that were in a replica's cache."""
 
     cached_tokens: int
+    loaded_tokens: dict[str, int] | UnsetType = UNSET  #: the part of these loaded from tiers, by medium
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
@@ -308,7 +309,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reason
 
 
 def usage_of(summary: GenerationSummary) -> Usage:
-    return usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens, summary.reasoning_tokens)
+    found = usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens, summary.reasoning_tokens)
+    if summary.loaded_tokens:
+        details = PromptTokensDetails(summary.cached_tokens, summary.loaded_tokens)
+        found = msgspec.structs.replace(found, prompt_tokens_details=details)
+    return found
 
 
 _NOT_YET = {

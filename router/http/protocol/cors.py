@@ -8,7 +8,7 @@ from .exchange import Headers, Request
 MAX_AGE_S = 600
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _EXPOSED = (
-    "x-request-id, x-homing-replica, x-homing-cached-tokens, x-homing-pinned-tokens, "
+    "x-request-id, x-homing-replica, x-homing-cached-tokens, x-homing-loaded-tokens, x-homing-pinned-tokens, "
     "x-homing-ignored-fields, x-homing-departure, retry-after"
 )
 

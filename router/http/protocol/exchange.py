@@ -61,6 +61,7 @@ class GenerationSummary(msgspec.Struct):
     moves: int = 0  #: how often choices continued on another replica
     model: str = ""  #: the name that requests use
     waited_s: float | None = None  #: from the arrival at the first choice's replica to its first step; None: unknown
+    loaded_tokens: dict[str, int] = {}  #: the part of `cached_tokens` loaded from tiers, by medium
     choices: "Sequence[ChoiceRecord]" = ()  #: what became of the first of them
     hidden: int = 0  #: number of further choices
 

@@ -28,8 +28,9 @@ QUEUE_AHEAD = 32
 #: The obstacle of a replica without room, the only one that ends as requests there end.
 SATURATED = "saturated"
 
-#: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
-#: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
+#: Time to load a cached token from an external engine's slower memory, as a share of the time to compute it, by medium:
+#: 1 minus the credits that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here; our own replicas report what
+#: they measured. All other media count as `OTHER_LOADING`.
 LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "LMCACHE-L1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
 OTHER_LOADING = 0.7
 
@@ -58,9 +59,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     held_blocks: int
     #: cached blocks when the request starts: above `held_blocks`, or below it at an external engine without free memory
     expected_blocks: int
+    pool_blocks: int = 0  #: the part of `held_blocks` in the memory in which it computes
     used_blocks: int = 0  #: leading blocks that requests in flight there use; counted only where memory may be short
     excluded: bool = False  #: the replica refused this request, or is kept for another one
-    slower_blocks: SlowerBlocks = ()  #: the part of `held_blocks` that must first be loaded
+    slower_blocks: SlowerBlocks = ()  #: the part of `expected_blocks` that must first be loaded
 
     def uncached_tokens(self, prompt: Prompt) -> int:
         """Prompt tokens to compute here; all of them when the replica's feed is stale."""
@@ -83,10 +85,20 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     def loading_tokens(self, prompt: Prompt) -> int:
         """Tokens that could be computed in the time that loading the blocks cached in slower memory takes."""
+        seconds, token_s = self.loading_s(prompt), self.load.prefill_cost.token_s
+        return round(seconds / token_s) if 0.0 < seconds < inf and token_s else 0
+
+    def loading_s(self, prompt: Prompt) -> float:
+        """Seconds to load the blocks cached in slower memory: as measured, or a share of computing them."""
         if not self.slower_blocks or self.feed is STALE:
-            return 0
-        blocks = sum([count * LOADING.get(medium, OTHER_LOADING) for medium, count in self.slower_blocks])
-        return round(blocks * prompt.block_size)
+            return 0.0
+        measured, compute_s = dict(self.load.load_block_s), prompt.block_size * self.load.prefill_cost.token_s
+        return sum(
+            [
+                count * (measured[medium] if medium in measured else LOADING.get(medium, OTHER_LOADING) * compute_s)
+                for medium, count in self.slower_blocks
+            ]
+        )
 
 
 class Score(msgspec.Struct, frozen=True, gc=False):
@@ -235,8 +247,7 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     load = candidate.load
     queued = load.queued_prefill_tokens
     seconds = load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
-    if candidate.slower_blocks:
-        seconds += candidate.loading_tokens(prompt) * load.prefill_cost.token_s
+    seconds += candidate.loading_s(prompt)
     if queued and load.busy_until > prompt.now:
         seconds += load.busy_until - prompt.now
     if load.running or load.spare_blocks <= prompt.blocks:  # plus one partial block

@@ -78,11 +78,11 @@ def explanation_of(decision: Decision) -> Explanation:
         prompt_tokens=decision.prompt.tokens,
         prompt_blocks=decision.prompt.blocks,
         block_size=decision.prompt.block_size,
-        replicas=[_explained(row, chosen, why, limit) for row in rows],
+        replicas=[_explained(decision.prompt, row, chosen, why, limit) for row in rows],
     )
 
 
-def _explained(row: Score, chosen: Score | None, why: str, limit: float) -> ReplicaScore:
+def _explained(prompt: Prompt, row: Score, chosen: Score | None, why: str, limit: float) -> ReplicaScore:
     """`limit`: costs up to it count as equal."""
     candidate, load = row.candidate, row.candidate.load
     is_chosen = chosen is not None and candidate.replica_id == chosen.candidate.replica_id
@@ -93,6 +93,7 @@ def _explained(row: Score, chosen: Score | None, why: str, limit: float) -> Repl
         held_blocks=candidate.held_blocks,
         expected_blocks=candidate.expected_blocks,
         slower_blocks=dict(candidate.slower_blocks),
+        loading_s=candidate.loading_s(prompt),
         uncached_tokens=row.uncached_tokens,
         queued_prefill_tokens=load.queued_prefill_tokens,
         running=load.running,

@@ -11,6 +11,7 @@ import zmq
 
 from homing.events import EventEndpoints, EventFeed
 from homing.events.config import EventsSettings
+from homing.events.follow.block_set import Digest
 from homing.events.follow.subscription import FeedStatus, SetStatus
 from homing.events.publish.publisher import EventPublisher
 from homing.events.wire.frames import encode_seq
@@ -55,6 +56,33 @@ async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher
 
     assert sink.mirror.parents == {1: None, 3: 2, 4: 3}
     assert sink.mirror.digest == feed.subscription.digest
+
+
+async def test_blocks_in_tiers_reach_readers_who_ask_for_them_and_no_others(
+    make_publisher: Publishers, follow: Feeds
+) -> None:
+    """Both read one publisher; the one that knows only the pool stays exact about that without a resync."""
+    publisher, plain, tiered = make_publisher(tiers=True), FoldingSink(), FoldingSink()
+    endpoints = publisher.start()
+    publisher.stored(None, [block(9)], tokens(9), medium="DISK")
+    store(publisher, 1, 2)
+    publisher.flush()
+    feeds = follow(endpoints, plain), follow(endpoints, tiered, tiers=True)
+    await until(lambda: plain.live and tiered.live)
+
+    publisher.removed([block(2)])
+    publisher.stored(block(1), [block(2)], tokens(2), medium="CPU")
+    publisher.removed([block(9)], "DISK")
+    publisher.flush()
+    store(publisher, 3, parent=1)
+    publisher.flush()
+    await until(lambda: 3 in plain.mirror and 3 in tiered.mirror)
+
+    assert plain.mirror.parents == {1: None, 3: 1}
+    assert {event.medium for event in plain.events} == {"GPU"}
+    assert {event.medium for event in tiered.events} == {"GPU", "CPU", "DISK"}
+    assert feeds[1].subscription.agrees({"CPU": Digest(1, 2)})
+    assert [feed.subscription.counters.snapshots for feed in feeds] == [1, 1]
 
 
 @pytest.mark.parametrize("state", ["", "ipc:///nowhere/state"])

@@ -37,6 +37,18 @@ def test_removals_of_unknown_blocks_go_no_further() -> None:
     residency.check()
 
 
+def test_by_medium_a_removal_is_of_the_last_copy_there() -> None:
+    """Readers that keep a set for each medium would otherwise keep a block that only another medium still has."""
+    residency = CountedResidency(by_medium=True)
+    residency.apply([Stored(None, [1], medium="GPU", group=0), Stored(None, [1], medium="GPU", group=1)])
+    residency.apply([Stored(None, [1], medium="CPU", group=0)])
+
+    assert residency.apply([Removed([1], "GPU", 0)]) == []
+    assert residency.apply([Removed([1], "GPU", 1)]) == [Removed([1], "GPU", 1)]
+    assert residency.apply([Removed([1], "CPU", 0)]) == [Removed([1], "CPU", 0)]
+    residency.check()
+
+
 COPIES = st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 1), st.integers(0, 5))
 
 

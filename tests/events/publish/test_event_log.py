@@ -9,6 +9,7 @@ from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import AllCleared, Change, LostSteps, RemovedBlocks, StoredBlocks
 from homing.events.wire.cache_events import wire_hash
+from homing.events.wire.messages import TierDigest
 
 from ..fakes import BLOCK_SIZE, block, tokens
 
@@ -48,6 +49,33 @@ def test_the_payload_is_byte_for_byte_what_vllm_readers_expect() -> None:
         ],
         0,
     ]
+
+
+def test_blocks_in_tiers_are_told_to_those_alone_who_ask_for_them() -> None:
+    """A reader that knows one medium must take no block of another for its own, nor the end of one, in whatever it
+    reads: batches, replays, heartbeats and snapshots.
+    """
+    log = new_log()
+    log.commit([chain(1, 2)], 1.0)
+    moved = log.commit([RemovedBlocks((block(2),)), chain(2, 3, parent=1)._replace(medium="CPU")], 2.0)
+    dropped = log.commit([RemovedBlocks((block(3),), "CPU")], 3.0)
+    parts = list(log.snapshot(token_ids=False))
+    beat = log.heartbeat(4.0)
+
+    def told(payload: bytes) -> list[tuple[str, str, list[int]]]:
+        return [(each["type"], each["medium"], each["block_hashes"]) for each in msgspec.msgpack.decode(payload)[1]]
+
+    in_tier = [("BlockStored", "CPU", [2, 3])]
+    assert told(moved.payload) == [("BlockRemoved", "GPU", [2])]
+    assert told(moved.tiered) == told(moved.payload) + in_tier
+    assert (told(dropped.payload), told(dropped.tiered)) == ([], [("BlockRemoved", "CPU", [3])])
+    assert (beat.blocks, beat.digest, beat.tiers) == (1, 1, [TierDigest("CPU", 1, 2)])
+    assert [[each.block_hash for each in part.blocks] for part in parts] == [[1], []]
+    assert [[each.block_hash for each in part.tiers.get("CPU", [])] for part in parts] == [[], [2]]
+    assert [part.last for part in parts] == [False, True]
+    log.commit([AllCleared()], 5.0)
+    assert (log.heartbeat(6.0).blocks, log.heartbeat(6.0).tiers) == (0, [])
+    log.check()
 
 
 def test_a_cleared_event_by_hand() -> None:
@@ -151,7 +179,7 @@ def test_a_snapshot_lists_every_block_once_and_no_child_before_its_parent(change
     for change in changes:
         log.commit([change], 1.0)
         match change:
-            case StoredBlocks(_, hashes, _, _):
+            case StoredBlocks(hashes=hashes):
                 held |= {wire_hash(name) for name in hashes}
             case RemovedBlocks(hashes):
                 held -= {wire_hash(name) for name in hashes}

@@ -17,12 +17,16 @@ from homing.events.publish.step_changes import (
 from ..fakes import block, tokens
 
 NUMBERS = st.integers(0, 12)
+MEDIA = ("GPU", "CPU")
+#: A block in a medium.
+Copy = tuple[str, bytes]
+COPIES = st.tuples(st.sampled_from(MEDIA), NUMBERS.map(block))
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[set[int], list[Step]]:
-    """A set of resident blocks, and steps that announce only first stores and last removals."""
-    resident = draw(st.sets(NUMBERS))
+def histories(draw: st.DrawFn) -> tuple[set[Copy], list[Step]]:
+    """A set of resident blocks, and steps that announce only first stores and last removals in each medium."""
+    resident = draw(st.sets(COPIES))
     held, steps = set(resident), []
     for _ in range(draw(st.integers(1, 4))):
         step: Step = []
@@ -32,56 +36,56 @@ def histories(draw: st.DrawFn) -> tuple[set[int], list[Step]]:
     return resident, steps
 
 
-def _draw_change(draw: st.DrawFn, held: set[int]) -> Change:
-    kind = draw(st.integers(0, 9))
+def _draw_change(draw: st.DrawFn, held: set[Copy]) -> Change:
+    kind, medium = draw(st.integers(0, 9)), draw(st.sampled_from(MEDIA))
     if kind == 0:
         held.clear()
         return AllCleared()
-    chosen = draw(st.sets(NUMBERS, min_size=1, max_size=4))
+    chosen = {(medium, block(number)) for number in draw(st.sets(NUMBERS, min_size=1, max_size=4))}
     if kind < 5 and chosen & held:
         gone = sorted(chosen & held)
         held.difference_update(gone)
-        return RemovedBlocks(tuple(block(n) for n in gone))
+        return RemovedBlocks(tuple(name for _, name in gone), medium)
     fresh = sorted(chosen - held)
     held.update(fresh)
-    return StoredBlocks(None, tuple(block(n) for n in fresh), tokens(*fresh))
+    names = tuple(name for _, name in fresh)
+    return StoredBlocks(None, names, tokens(*[name[-1] for name in names]), medium=medium)
 
 
-def fold(held: set[bytes], step: Step) -> set[bytes]:
+def fold(held: set[Copy], step: Step) -> set[Copy]:
     """The set after applying the changes in order."""
     held = set(held)
     for change in step:
         match change:
-            case StoredBlocks(_, hashes, _, _):
-                held |= set(hashes)
-            case RemovedBlocks(hashes):
-                held -= set(hashes)
+            case StoredBlocks(hashes=hashes, medium=medium):
+                held |= {(medium, name) for name in hashes}
+            case RemovedBlocks(hashes, medium):
+                held -= {(medium, name) for name in hashes}
             case AllCleared():
                 held = set()
     return held
 
 
 @given(histories())
-def test_an_arranged_step_has_the_same_effect_and_coalesced_removals(history: tuple[set[int], list[Step]]) -> None:
+def test_an_arranged_step_has_the_same_effect_and_coalesced_removals(history: tuple[set[Copy], list[Step]]) -> None:
     """Readers apply a batch in order, so blocks stored and removed in one step must end in the same state."""
     resident, steps = history
-    held = {block(n) for n in resident}
+    held = resident
     for step in steps:
         arranged = net_changes(step)
 
         assert fold(held, arranged) == fold(held, step)
-        kinds = [type(change) for change in arranged]
-        assert kinds.count(RemovedBlocks) <= 2
-        assert kinds.count(AllCleared) <= 1
+        removals = [change.medium for change in arranged if isinstance(change, RemovedBlocks)]
+        assert all(removals.count(medium) <= 2 for medium in MEDIA)
+        assert sum(isinstance(change, AllCleared) for change in arranged) <= 1
         held = fold(held, step)
 
 
 @given(histories())
-def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], list[Step]]) -> None:
+def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[Copy], list[Step]]) -> None:
     """The publisher's own record must stay exact although the batches are never sent."""
     resident, steps = history
-    held, lost = {block(n) for n in resident}, LostSteps()
-    expected = held
+    held, expected, lost = resident, resident, LostSteps()
     for step in steps:
         lost.add(step)
         expected = fold(expected, step)

@@ -107,11 +107,13 @@ class ModelReplica:
 
     # From the cache
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
+    def stored(
+        self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str, medium: str = "GPU"
+    ) -> None:
         blocks = [wire_hash(each) for each in hashes]
         self._event(lambda: self.world.placement.stored(self.name, blocks))
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
         blocks = [wire_hash(each) for each in hashes]
         self._event(lambda: self.world.placement.removed(self.name, blocks))
 
@@ -264,7 +266,6 @@ class ModelReplica:
             draining=self.draining,
             queued_prefill=backlog.queued_prefill,
             waiting_blocks=backlog.waiting_blocks,
-            running_generated=backlog.running_generated,
         )
         if rng.random() >= self.world.trouble.absurd_report:
             return report
