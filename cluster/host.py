@@ -47,6 +47,7 @@ class MachineInfo:
     memory_bytes: int  #: available memory
     gpus_seen: int  #: GPUs of the driver that CUDA_VISIBLE_DEVICES does not hide
     gpu_bytes: tuple[int, ...]  #: memory of each of these; empty if unknown
+    gpu_capability: tuple[int, int] | None  #: the highest of these; None if unknown
     gpus_usable: int  #: GPUs that torch can use
     launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could
     cpu_kernels: tuple[str, ...]  #: what was measured to be fastest on this processor, and why
@@ -74,6 +75,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         memory_bytes=free_memory_bytes(),
         gpus_seen=visible_gpus(),
         gpu_bytes=gpu_bytes(shutil.which("nvidia-smi")),
+        gpu_capability=gpu_capability(shutil.which("nvidia-smi")),
         gpus_usable=_gpus_usable(),
         launcher_problem=launcher_problem(),
         cpu_kernels=_cpu_kernels(),
@@ -120,14 +122,30 @@ def gpus_seen(tool: str | None, devices: Path) -> int:
 
 def gpu_bytes(tool: str | None) -> tuple[int, ...]:
     """The memory of each GPU that nvidia-smi lists, hidden or not; empty if it does not say."""
-    if tool is None:
-        return ()
-    asked = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
-        return tuple(int(line) << 20 for line in listed.split())
-    except (OSError, subprocess.SubprocessError, ValueError):  # GPUs that share the CPU's memory report none
+        return tuple(int(each) << 20 for each in _asked(tool, "memory.total"))
+    except ValueError:  # GPUs that share the CPU's memory report none
         return ()
+
+
+def gpu_capability(tool: str | None) -> tuple[int, int] | None:
+    """The highest compute capability of the GPUs that nvidia-smi lists; None if it does not say."""
+    found = [each.partition(".") for each in _asked(tool, "compute_cap")]
+    try:
+        return max(((int(major), int(minor)) for major, _, minor in found), default=None)
+    except ValueError:
+        return None
+
+
+def _asked(tool: str | None, what: str) -> list[str]:
+    """What nvidia-smi says of each GPU; empty if it fails."""
+    if tool is None:
+        return []
+    asked = [tool, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def _gpus_usable() -> int:

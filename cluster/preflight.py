@@ -123,15 +123,27 @@ def check_folder(folder: Path, settings: Settings) -> None:
         raise SettingsError(str(error)) from error
 
 
-def check_gpus(folder: Path, settings: Settings, gpu_bytes: Sequence[int]) -> None:
-    """Check that the weights fit on this machine's GPUs, whose memory is `gpu_bytes`. Raises SettingsError."""
+def check_gpus(
+    folder: Path, settings: Settings, gpu_bytes: Sequence[int], capability: tuple[int, int] | None = None
+) -> None:
+    """Check that the weights fit on this machine's GPUs, whose memory is `gpu_bytes`. Raises SettingsError.
+
+    `capability`: their highest compute capability; None: unknown.
+    """
     per_rank = settings.cluster.gpus_per_rank
     if not per_rank or settings.replica.engine != "homing":
         return
     utilization = settings.kvcache.gpu_memory_utilization
     try:
         # Damaged or missing weights are `check_folder`'s.
-        check_gpu_memory(folder, settings.replica, gpu_bytes, gpus_per_rank=per_rank, utilization=utilization)
+        check_gpu_memory(
+            folder,
+            settings.replica,
+            gpu_bytes,
+            capability=capability,
+            gpus_per_rank=per_rank,
+            utilization=utilization,
+        )
     except StartupError as error:
         raise SettingsError(str(error)) from error
 

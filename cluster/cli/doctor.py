@@ -135,7 +135,7 @@ def _gpu_memory(host: MachineInfo, settings: Settings) -> Finding:
     try:
         for each in settings.each_model:
             if (folder := _folder(each.replica)).is_dir():
-                check_gpus(folder, each, host.gpu_bytes)
+                check_gpus(folder, each, host.gpu_bytes, host.gpu_capability)
     except ClusterError as error:
         return _refused("gpu memory", error, "raise --tensor-parallel-size")
     return Finding("gpu memory", "ok", f"weights fit into {max(host.gpu_bytes) / GIB:.0f} GiB per GPU")

@@ -30,7 +30,7 @@ from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterModel, Clu
 from ..devices import resolve_devices
 from ..errors import ClusterError, RayLost, SettingsError, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
-from ..host import check_extra, gpu_bytes, visible_gpus
+from ..host import check_extra, gpu_bytes, gpu_capability, visible_gpus
 from ..logs import REQUESTS, LogTail
 from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_gpus, check_keys, prepare
@@ -101,7 +101,8 @@ def _local_model(settings: Settings) -> Path:
     check_keys(settings.events)
     folder = find_model(settings.replica)
     check_folder(folder, settings)
-    check_gpus(folder, settings, gpu_bytes(shutil.which("nvidia-smi")))
+    tool = shutil.which("nvidia-smi")
+    check_gpus(folder, settings, gpu_bytes(tool), gpu_capability(tool))
     return folder
 
 

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from ..disk.folder import check_settings as check_disk
 from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMismatch, WeightsMissing
 from ..models.spec import FAMILIES, auto_dtype, split_problem
 from .quantized import Scaling, block_sizes, dequantized, method_problem, scalings
+from .rank_weights import EMBEDDING, HEAD, held_numbers, is_expert
 from .weight_files import FETCH_AGAIN, TensorHeader, are_pickled, tensors_in, tensors_of, weight_files, weight_map
 from .weight_shapes import headers_problem
 
@@ -159,7 +159,7 @@ def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
 
 
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
-    """Estimated bytes of one rank's weights on a CPU. Counts norms and biases as if they were split among the ranks.
+    """Estimated bytes of weights on a CPU, of the rank that holds most.
 
     Without safetensors, the size of the files. Raises UnsupportedModel, WeightsMissing, WeightsDamaged.
     """
@@ -170,16 +170,23 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     dtype: str = settings.dtype
     if dtype == "auto":
         dtype = auto_dtype(config.dtype or config.torch_dtype, cuda=False, multiplies_bfloat16=multiplies_bfloat16())
-    size = DTYPE_BYTES[dtype]
-    shapes = {name: each.shape for name, each in dequantized(tensors_in(folder)).items()}
-    embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
-    tied = "lm_head.weight" not in shapes  # even then, the head is a linear layer with its own packed weights
-    head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
-    linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding - (0 if tied else head)
-    others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
+    size, tensors = DTYPE_BYTES[dtype], tensors_in(folder)
+    scales = {each.scales for each in check_quantization(folder, tensors).values()}
+    shapes = {name: each.shape for name, each in dequantized(tensors).items() if name not in scales}
+    embedding = next((shape for name, shape in shapes.items() if name.endswith(EMBEDDING)), None)
+    if embedding and not any(name.endswith(HEAD) for name in shapes):
+        shapes[HEAD] = embedding  # even a tied head is a linear layer with its own packed weights
     by_head = 2 * size if dtype == "bfloat16" and _holds_linears_twice() else size
     by_linear = 1 if native and settings.quantization == "int8" else by_head
-    return embedding * size + (head * by_head + linears * by_linear + others * size) // settings.tensor_parallel_size
+    total = 0
+    for name, numbers in held_numbers(raw_config(folder), shapes, settings.tensor_parallel_size).items():
+        if name.endswith(HEAD):
+            total += numbers * by_head
+        elif name.endswith(EMBEDDING) or len(shapes[name]) <= 1:
+            total += numbers * size
+        else:
+            total += numbers * (min(by_linear, size) if is_expert(name) else by_linear)
+    return total
 
 
 def multiplies_bfloat16() -> bool:

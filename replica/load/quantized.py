@@ -4,7 +4,7 @@ FP8 weights with scales are dequantized while they are read. MXFP4 is dequantize
 quantization is refused with the reason.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from .weight_files import TensorHeader, listed
 _FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 MXFP4 = "mxfp4"
 _FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+#: Rows and columns of a block with its own scale: the only size that torch's `scaled_mm` supports.
+BLOCK = 128
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _STRATEGIES = ("tensor", "channel", "block")
 #: Suffixes that turn a weight's name into that of its scales. Both kinds are factors, even the "inverse" one.
@@ -27,6 +29,24 @@ class Scaling:
 
     scales: str  #: name of the tensor with the scales
     block: tuple[int, int]  #: [rows, columns]
+
+    def by_row(self, shape: Sequence[int]) -> bool:
+        """Whether a matrix of this shape has one scale, or one per row."""
+        return self.block[1] == shape[1] and self.block[0] in (1, shape[0])
+
+
+def kept_problem(dtype: str, shape: Sequence[int], scaling: Scaling, starts: Iterable[int]) -> str | None:
+    """Why a matrix cannot be multiplied in 8 bits, or None. `starts`: first rows and columns of the ranks' parts.
+
+    `dtype`: as safetensors writes it. Whether torch multiplies it on a device is found by a trial at load.
+    """
+    if dtype != "F8_E4M3":
+        return f"weights of {dtype}"
+    if scaling.by_row(shape):
+        return None
+    if scaling.block != (BLOCK, BLOCK):
+        return "blocks of {} by {}".format(*scaling.block)
+    return f"ranks cut blocks of {BLOCK} by {BLOCK}" if any(start % BLOCK for start in starts) else None
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 
 from ..load.preflight import check_quantization
-from ..load.quantized import Scaling
+from ..load.quantized import BLOCK, Scaling, kept_problem
 from ..load.weight_files import tensors_in, weight_files
 from ..progress import report
-from .fp8 import BLOCK, FP8_DTYPE, ScaledWeight
+from .fp8 import ScaledWeight
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
@@ -37,6 +37,7 @@ class Checkpoint:
         for path in weight_files(folder):
             file: Any = safe_open(path, framework="pt")
             self._file_of.update(dict.fromkeys(file.keys(), file))
+        self._dtypes = {name: header.dtype for name, header in headers.items()}
         self._scalings = check_quantization(folder, headers)
         scales = {each.scales for each in self._scalings.values()}
         #: Shapes of all tensors except weight scales.
@@ -67,16 +68,12 @@ class Checkpoint:
         at = [slice(0, size) for size in shape]
         width = shape[dim] // parts
         at[dim] = slice(index * width, (index + 1) * width)
+        if problem := kept_problem(self._dtypes[name], shape, scaling, [part.start for part in at]):
+            return problem
         numbers: torch.Tensor = self._slice(name)[tuple(at)]
-        if numbers.dtype != FP8_DTYPE:
-            return f"weights of {numbers.dtype}"
         scales = self._slice(scaling.scales)[...].float()
-        if scaling.block[1] == shape[1] and scaling.block[0] in (1, shape[0]):  # one scale per row or matrix
+        if scaling.by_row(shape):
             scales = scales.reshape(-1, 1).expand(shape[0], 1)[at[0]]
-        elif scaling.block != (BLOCK, BLOCK):
-            return "blocks of {} by {}".format(*scaling.block)
-        elif any(part.start % BLOCK for part in at):
-            return f"ranks cut blocks of {BLOCK} by {BLOCK}"
         else:
             scales = scales[tuple(slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in at)]
         return ScaledWeight(numbers.to(self._device), scales.contiguous().to(self._device))

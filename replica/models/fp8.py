@@ -14,13 +14,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.functional import ScalingType
 
 from ..kernels.base import ROUNDED_ROWS, TorchKernels
+from ..load.quantized import BLOCK
 from .spec import FP8
 
 log = logging.getLogger(__name__)
 
 FP8_DTYPE: torch.dtype = getattr(torch, FP8)
-#: Rows and columns of a block with its own scale: the only size that `scaled_mm` supports.
-BLOCK = 128
 #: Row counts to try: those of decodes, and of a prompt.
 TRIED_ROWS = (1, 3, 40)
 #: Largest accepted error of a product, relative to its norm. Rounding normally distributed activations to FP8 gives

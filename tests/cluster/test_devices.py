@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.devices import resolve_devices
 from homing.cluster.errors import SettingsError
-from homing.cluster.host import gpu_bytes, gpus_seen, visible_count
+from homing.cluster.host import gpu_bytes, gpu_capability, gpus_seen, visible_count
 from homing.replica.config import ReplicaSettings, for_device
 
 
@@ -106,3 +106,14 @@ def test_the_memory_of_gpus_is_known_where_the_driver_reports_it(tmp_path, print
 
     assert gpu_bytes(str(tool)) == found
     assert gpu_bytes(None) == gpu_bytes(str(tmp_path / "missing")) == ()
+
+
+@pytest.mark.parametrize(("printed", "found"), [("8.0\n9.0\n", (9, 0)), ("12.0\n8.9\n", (12, 0)), ("[N/A]\n", None)])
+def test_the_highest_compute_capability_counts(tmp_path, printed, found):
+    """It decides whether FP8 weights may stay in 8 bits, and a model that could run must not be refused."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{printed}'")
+    tool.chmod(0o755)
+
+    assert gpu_capability(str(tool)) == found
+    assert gpu_capability(None) is gpu_capability(str(tmp_path / "missing")) is None

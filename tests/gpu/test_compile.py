@@ -39,6 +39,15 @@ def test_no_kernel_is_compiled_while_a_replica_serves() -> None:
     assert "never launched: none" in done.stdout
 
 
+def test_no_thread_overwrites_a_length_that_others_have_yet_to_read() -> None:
+    """The interpreter has no threads. A late warp would copy one page too many of the row's block table."""
+    done = compiled(script=SCRIPT.with_name("hazards.py"))
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.findall(r"_decode_rows: (\d+) read and written", done.stdout) == ["1", "1"]
+    assert set(re.findall(r"(\d+) races", done.stdout)) == {"0"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_every_architecture_without_large_spills(tmp_path: Path, monkeypatch) -> None:

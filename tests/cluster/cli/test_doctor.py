@@ -35,6 +35,7 @@ WELL = MachineInfo(
     memory_bytes=32 * GIB,
     gpus_seen=0,
     gpu_bytes=(),
+    gpu_capability=None,
     gpus_usable=0,
     launcher_problem=None,
     cpu_kernels=("prompt attention: torch",),

@@ -227,7 +227,8 @@ def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_h
     """
     folder = checkpoint("llama", tie_word_embeddings=tied)
     tensors = load_file(folder / "model.safetensors")
-    embedding = tensors.pop("model.embed_tokens.weight").numel()
+    rows, features = tensors.pop("model.embed_tokens.weight").shape
+    embedding = rows * features
     head = embedding if tied else tensors.pop("lm_head.weight").numel()
     linears = sum(each.numel() for each in tensors.values() if each.dim() == 2)
     others = sum(each.numel() for each in tensors.values() if each.dim() == 1)
@@ -236,10 +237,10 @@ def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_h
     foreign = weight_bytes(folder, ReplicaSettings(model_provider="transformers", dtype="bfloat16"))
     halved = weight_bytes(folder, ReplicaSettings(tensor_parallel_size=2, **asked))
 
-    shared = linears * by_linear + head * by_head + others * by_other
-    assert own == embedding * by_other + shared
+    whole = (embedding + others) * by_other
+    assert own == whole + linears * by_linear + head * by_head
     assert foreign == 2 * (embedding + others) + IN_BFLOAT16 * (linears + head)
-    assert halved == embedding * by_other + shared // 2
+    assert halved == whole + linears * by_linear // 2 + -(-rows // 2) * features * by_head
 
 
 @pytest.mark.parametrize(

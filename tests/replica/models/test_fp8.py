@@ -12,8 +12,9 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, plan_of_rows
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.base import TorchKernels
+from homing.replica.load.quantized import BLOCK
 from homing.replica.models.checkpoint import Checkpoint
-from homing.replica.models.fp8 import BLOCK, FP8_DTYPE, ScaledLinears, ScaledWeight, joined
+from homing.replica.models.fp8 import FP8_DTYPE, ScaledLinears, ScaledWeight, joined
 from homing.replica.models.loading import read_config, scaled_product
 from homing.replica.models.native import NativeModel
 from homing.replica.parallel.rank_group import RankGroup
@@ -154,7 +155,7 @@ def swaps_scales(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
         (Device(), [weight_of(256, 256, by_row=False), weight_of(256, 256)], "scales of rows and of blocks"),
         (Device(), [weight_of(64, 256, by_row=False)] * 2, "end within blocks"),
         (Device(), [weight_of(48, 32), None], "only some"),
-        (Device(), [weight_of(48, 32), "weights of torch.float8_e5m2"], "float8_e5m2"),
+        (Device(), [weight_of(48, 32), "weights of F8_E5M2"], "F8_E5M2"),
     ],
     ids=["refused", "wrong", "sizes", "mixed scales", "cut blocks", "one unscaled", "other type"],
 )
@@ -256,7 +257,7 @@ def test_shares_that_cannot_have_scales_say_why(checkpoint, tmp_path):
 
     weights = Checkpoint(folder, torch.float32, CPU)
     assert weights.scaled(q, 0, 1, 4) == "ranks cut blocks of 128 by 128"
-    assert weights.scaled(down, 0, 0, 1) == "weights of torch.float8_e5m2"
+    assert weights.scaled(down, 0, 0, 1) == "weights of F8_E5M2"
     assert weights.scaled("lm_head.weight", 0, 0, 1) is None
     change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [256, 128]})
     tensors[f"{q}_scale"] = tensors[f"{q}_scale"][:1].clone()
