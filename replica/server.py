@@ -132,7 +132,6 @@ def start_replica(
             replica=replica_id,
             ipc_dir=ipc_dir,
             keys=keys,
-            tiers=kvcache.host_kv_memory > 0,
         )
         stack.callback(publisher.close)
         event_endpoints = publisher.start()
