@@ -107,7 +107,8 @@ class ScriptedReplica(FakeReplica):
         ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, END]
         if message.constraint is not None and not self.recording.any_constraint:
             self.guides.compile(message.constraint, ids)
-        return _Playing(message, ids, self._cached_tokens(message))
+        cached, _ = self._cached_tokens(message)
+        return _Playing(message, ids, cached)
 
     def _outputs(self, playing: _Playing) -> Iterator[TokenOutput]:
         sampling = playing.request.sampling

@@ -253,7 +253,7 @@ class FakeReplica:
     def _prefill(self, work: _Work) -> bool:
         """Continue the prefill within the rest of the step's budget; return True when it is complete."""
         if work.cached_tokens is None and self.left:
-            work.cached_tokens = self._cached_tokens(work)
+            work.cached_tokens, work.loaded_tokens = self._cached_tokens(work.request)
             work.to_prefill = len(work.request.token_ids) // 4 - work.cached_tokens
         taken = min(self.left, work.to_prefill)
         self.left -= taken
@@ -275,17 +275,18 @@ class FakeReplica:
             pinned_tokens=None if cached is None else self.pinned_tokens,
         )
 
-    def _cached_tokens(self, work: _Work) -> int:
-        request, blocks = work.request, 0
+    def _cached_tokens(self, request: Generate) -> tuple[int, int]:
+        """The tokens of this prompt that are not computed, and the part of them that is loaded from host memory."""
+        blocks = loaded = 0
         usable = (len(request.token_ids) // 4 - 1) // BLOCK
         for block in split_hashes(request.block_hashes):
             if block not in self.resident:
                 if block not in self.host or blocks >= usable:
                     break
-                work.loaded_tokens += BLOCK
+                loaded += BLOCK
             blocks += 1
         self.full_prefills += not blocks
-        return min(blocks * BLOCK + self.copied_tokens, len(request.token_ids) // 4 - 1)
+        return min(blocks * BLOCK + self.copied_tokens, len(request.token_ids) // 4 - 1), loaded
 
     def _store(self, request: Generate) -> list[tuple[bytes | None, list[BlockHash], bytes]]:
         hashes = split_hashes(request.block_hashes)
