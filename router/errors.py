@@ -315,6 +315,14 @@ class NoReplica(RouterError, status=503, code="no_replica"):
     """No replica can serve the request now, and it cannot be held."""
 
 
+class RouterSilent(RouterError, status=503, code="router_silent"):
+    """Another router process of the cluster, which may have the request, did not answer in time."""
+
+    def __init__(self, seats: Iterable[int]) -> None:
+        numbers = ", ".join(map(str, seats))
+        super().__init__(f"router {numbers} did not answer; the request may be there", retry_after_s=1.0)
+
+
 class RouterClosed(RouterError, status=503, code="shutting_down"):
     """The router is shutting down."""
 

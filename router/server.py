@@ -10,16 +10,19 @@ import socket
 import ssl
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from .backend import Backend
 from .config import RouterSettings
 from .errors import TlsUnusable
 from .http.app import App
+from .http.endpoints.requests import answer_sibling
 from .http.front import Front, TextModels
 from .http.live.trends import EVERY_S
 from .http.protocol.access import AccessLog, Writable
 from .http.protocol.server import HttpServer
+from .http.siblings import Siblings
 from .http.tracing import RequestSpans
 from .metrics import RouterMetrics
 from .replicas.membership import text_source
@@ -76,11 +79,13 @@ class RouterServer:
         metrics: RouterMetrics | None = None,
         texts: TextModels | None = None,
         usage: SharedUsage | None = None,
+        siblings: Siblings | None = None,
         access: Writable | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
         """`usage`: the tenants' usage, if shared with other routers; closed with the server.
 
+        `siblings`: the cluster's other router processes; closed with the server.
         `access`: receives the access log instead of standard error; closed with the server.
         """
         self.metrics = metrics or RouterMetrics()
@@ -93,6 +98,8 @@ class RouterServer:
             usage=usage.records if usage is not None else None,
         )
         self._settings = settings
+        self.front.siblings = siblings
+        self._siblings_started = False
         self._grace_s = grace_s
         self._open = ExitStack()
         if self.front.responses is not None:
@@ -128,6 +135,9 @@ class RouterServer:
         http = HttpServer(self._app, self._settings, clock=self.front.monotonic, tls=tls)
         chosen = await http.start(host, port, shared=shared, bound=bound)
         self._http.append(http)
+        if self.front.siblings is not None and not self._siblings_started:
+            self._siblings_started = True
+            await self.front.siblings.start(partial(answer_sibling, self.front))
         if self._sampling is None:
             self._sample()
         return chosen
@@ -147,5 +157,7 @@ class RouterServer:
             self._sampling.cancel()
         self.front.live.close()
         await asyncio.gather(*(http.stop(self._grace_s, self.front.backend.end_requests) for http in self._http))
+        if self.front.siblings is not None:
+            await self.front.siblings.close()
         self._open.close()
         await self.front.texts.close()

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from ...router.http.front import TextModels
+    from ...router.http.siblings import Siblings
     from ...router.replicas.model_versions import ModelVersions
     from ...router.server import RouterServer
 
@@ -207,13 +208,16 @@ async def make_router(
         )
 
     versions = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
-    accounts, shared, host = None, settings.cluster.routers > 1, settings.router.host
+    accounts, siblings, shared, host = None, None, settings.cluster.routers > 1, settings.router.host
     if shared:  # one file per start of a cluster, removed when the routers stop
         name = sha256(b"homing-accounts" + models[0].seed.to_bytes(8, "big")).hexdigest()[:16]
         file = Path(models[0].run_dir or gettempdir()) / f"homing-{name}.accounts"
         accounts = SharedUsage(file, seat=seat, seats=settings.cluster.routers)
+        siblings = _siblings(file.with_suffix(".routers"), seat, settings.cluster.routers)
     requests = _request_log(models[0], seat)
-    server = RouterServer(settings.router, versions, metrics=metrics, texts=texts, usage=accounts, access=requests)
+    server = RouterServer(
+        settings.router, versions, metrics=metrics, texts=texts, usage=accounts, siblings=siblings, access=requests
+    )
     await versions.answer(membership)
     loading = None
     if membership.members:
@@ -236,6 +240,17 @@ async def make_router(
     port = await server.start(host, wanted.port, shared=shared)
     direct = await server.start(host, wanted.direct_port) if shared else 0
     return HomingRouter(versions, server, Listening(port, direct), loading)
+
+
+def _siblings(folder: Path, seat: int, seats: int) -> "Siblings | None":
+    """The other router processes; None if the folder of their sockets cannot be used."""
+    from ...router.http.siblings import Siblings
+
+    try:
+        return Siblings(folder, seat=seat, seats=seats)
+    except OSError as error:
+        log.warning("siblings_not_asked reason=%r", str(error))
+        return None
 
 
 def _request_log(model: ClusterModel, seat: int) -> RequestLog | None:

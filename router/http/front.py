@@ -30,6 +30,7 @@ from .live.trends import Sample, Trends
 from .live.view import LiveSnapshot, ModelTotals, items_of
 from .protocol.exchange import Exchange
 from .response_store import ResponseStore, StoreBounds
+from .siblings import Siblings
 from .turns import Turns
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class Front:
         self.settings = settings
         self.backend = backend
         self.engines: EngineList | None = None  #: set only if the router is in front of external engines
+        self.siblings: Siblings | None = None  #: set only if the cluster has several router processes
         self.metrics = metrics
         self.texts = texts or text_models(settings)
         self.tenants = tenants or Tenants()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from math import inf
 from typing import Annotated, Literal
@@ -68,6 +68,16 @@ class RequestQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             and (self.model is None or self.model == record.model)
             and (self.limit is None or self.limit == limit)
         )
+
+    def merge(self, records: Iterable[RequestRecord]) -> list[RequestRecord]:
+        """The requests to list of what several routers found, each once, in the order of the query."""
+        distinct = {(record.id, record.at): record for record in records}.values()
+        return sorted(distinct, key=self._place)[: self.most]
+
+    def _place(self, record: RequestRecord) -> float:
+        if self.state == "running":
+            return record.at
+        return -(record.ttft_s or 0.0) if self.slowest else -record.at
 
 
 class RequestHistory(SqliteStore):

@@ -1,14 +1,27 @@
-"""Shows requests, in progress or over, and ends them: for admins, and for those who abort their own."""
+"""Shows requests, in progress or over, and ends them: for admins, and for those who abort their own.
 
+Each endpoint also asks the other router processes of the cluster, if there are any.
+"""
+
+import asyncio
 import logging
 import re
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from ...activity import RequestRecord
-from ...errors import EndedByOperator, InvalidRequest, RequestAborted, RequestNotFound, RequestOver, RouterError
+from ...errors import (
+    EndedByOperator,
+    InvalidRequest,
+    RequestAborted,
+    RequestNotFound,
+    RequestOver,
+    RouterError,
+    RouterSilent,
+)
 from ..caller import Caller
 from ..dialects.bounds import Name
 from ..dialects.long_json import Steps, long_list, pieces_of
@@ -17,6 +30,7 @@ from ..front import Front
 from ..history import RequestQuery
 from ..protocol.exchange import Exchange
 from ..request_records import record_of, running
+from ..siblings import AbortRequests, Answers, EndRequest, FindRequest, FindRequests, Question
 from .endpoint import Endpoint, decoded, for_admins, respond, respond_in_steps, with_key
 
 log = logging.getLogger(__name__)
@@ -39,55 +53,130 @@ _QUERY = msgspec.json.Decoder(RequestQuery)
 
 async def running_requests(front: Front, exchange: Exchange, caller: Caller) -> None:
     """List the requests in progress, oldest first."""
-    await respond_in_steps(front, exchange, caller, _running(front, RequestQuery(state="running")))
+    await _respond_with(front, exchange, caller, RequestQuery(state="running"))
 
 
 async def find_requests(front: Front, exchange: Exchange, caller: Caller) -> None:
     """List the requests that fit a query: those in progress, or those that are over, newest or slowest first."""
-    query = await decoded(front, caller, exchange, _QUERY)
-    if query.state == "running":
-        steps = _running(front, query)
-    else:
-        steps = _listed(await front.history.search(query) if front.history is not None else [])
-    await respond_in_steps(front, exchange, caller, steps)
+    await _respond_with(front, exchange, caller, await decoded(front, caller, exchange, _QUERY))
 
 
-def _running(front: Front, query: RequestQuery) -> Steps[list[bytes]]:
-    return (yield from _listed((yield from running(front, query))))
+async def _respond_with(front: Front, exchange: Exchange, caller: Caller, query: RequestQuery) -> None:
+    others = await _ask_siblings(front, FindRequests(query))
+    over = await front.history.search(query) if query.state != "running" and front.history is not None else []
+    if others.silent:
+        missing = ", ".join(map(str, others.silent))
+        exchange.extra_headers = [*exchange.extra_headers, ("x-homing-silent-routers", missing)]
+    await respond_in_steps(front, exchange, caller, _listed(front, query, over, others.records))
 
 
-def _listed(found: list[RequestRecord]) -> Steps[list[bytes]]:
+def _listed(
+    front: Front, query: RequestQuery, over: list[RequestRecord], elsewhere: list[RequestRecord]
+) -> Steps[list[bytes]]:
+    """The requests of all processes as a list. `over`: those of this process, unless they are in progress."""
+    found = (yield from running(front, query)) if query.state == "running" else over
+    if elsewhere:
+        found = query.merge([*found, *elsewhere])
     return pieces_of(RequestList((yield from long_list(found, VALUES_PER_RECORD))))
 
 
 async def request(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """One request by its id, in progress or over."""
     wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
-    for other in front.open_exchanges:
-        if other.id == wanted:
-            respond(exchange, record_of(front, other))
-            return
-    respond(exchange, await _past(front, wanted))
+    respond(exchange, await _found(front, wanted))
 
 
-async def _past(front: Front, request_id: str) -> RequestRecord:
-    """The record of a request that is over. Raises RequestNotFound."""
-    found = await front.history.find(request_id) if front.history is not None else None
-    if found is None:
-        raise RequestNotFound(request_id)
-    return found
+async def _found(front: Front, request_id: str) -> RequestRecord:
+    """The record of a request of any process. Raises RequestNotFound and RouterSilent."""
+    mine = await _find(front, request_id)
+    if mine is not None and mine.state == "running":
+        return mine
+    others = await _ask_siblings(front, FindRequest(request_id))
+    # A client may use an id twice.
+    found = [*others.records, *([mine] if mine is not None else [])]
+    if found:
+        return max(found, key=lambda each: (each.state == "running", each.at))
+    if others.silent:
+        raise RouterSilent(others.silent)
+    raise RequestNotFound(request_id)
+
+
+async def _find(front: Front, request_id: str) -> RequestRecord | None:
+    """The record of a request of this process; None if there is none."""
+    open_here = _open(front, request_id)
+    if open_here is not None:
+        return record_of(front, open_here)
+    return await front.history.find(request_id) if front.history is not None else None
+
+
+def _open(front: Front, request_id: str) -> Exchange | None:
+    return next((each for each in front.open_exchanges if each.id == request_id), None)
 
 
 async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """End a request in progress with an error, and tell what had become of it."""
     wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
-    found = next((other for other in front.open_exchanges if other.id == wanted), None)
+    ended = _end_here(front, wanted, exchange.tenant)
+    if ended is None:
+        others = await _ask_siblings(front, EndRequest(wanted, exchange.tenant))
+        if others.records:
+            ended = others.records[0]
+        elif others.silent:
+            raise RouterSilent(others.silent)
+        else:
+            raise RequestOver(wanted, (await _found(front, wanted)).state)
+    respond(exchange, ended)
+
+
+def _end_here(front: Front, request_id: str, by: str) -> RequestRecord | None:
+    """End a request of this process and return its record; None if it is not in progress here."""
+    found = _open(front, request_id)
     if found is None:
-        raise RequestOver(wanted, (await _past(front, wanted)).state)
+        return None
     record = record_of(front, found)
     _end(found, EndedByOperator())
-    log.warning("request_ended request_id=%s by=%s", wanted, exchange.tenant)
-    respond(exchange, record)
+    log.warning("request_ended request_id=%s by=%s", request_id, by)
+    return record
+
+
+async def _ask_siblings(front: Front, question: Question) -> Answers:
+    return Answers() if front.siblings is None else await front.siblings.ask(question)
+
+
+async def answer_sibling(front: Front, question: Question) -> list[RequestRecord]:
+    """Answer another router process from the requests of this one."""
+    match question:
+        case FindRequests(query):
+            return await _search_here(front, query)
+        case FindRequest(request_id):
+            found = await _find(front, request_id)
+        case EndRequest(request_id, by):
+            found = _end_here(front, request_id, by)
+        case AbortRequests(tenant, names):
+            await _abort_for_sibling(front, tenant, names)
+            return []
+    return [] if found is None else [found]
+
+
+async def _search_here(front: Front, query: RequestQuery) -> list[RequestRecord]:
+    if query.state != "running":
+        return await front.history.search(query) if front.history is not None else []
+    steps = running(front, query)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as finished:
+            found: list[RequestRecord] = finished.value
+            return found
+        await asyncio.sleep(0)
+
+
+async def _abort_for_sibling(front: Front, tenant: str, names: list[str] | None) -> None:
+    for number, each in enumerate(_of_tenant(front, tenant, names), start=1):
+        if not each.over:
+            _end(each, RequestAborted())
+        if not number % ENDED_AT_ONCE:
+            await asyncio.sleep(0)
 
 
 def _end(exchange: Exchange, error: RouterError) -> None:
@@ -120,16 +209,26 @@ async def abort_requests(front: Front, exchange: Exchange, caller: Caller) -> No
     if body.request_ids is None and body.rid is None and not body.abort_all:
         raise InvalidRequest.field("request_ids", "is required")
     given = [*(body.request_ids or ()), *filter(None, [body.rid])]
-    wanted = {*given, *[_PREFIX.sub("", each) for each in given]}
-    mine = [each for each in front.open_exchanges if each is not exchange and each.tenant == exchange.tenant]
-    if not body.abort_all:
-        mine = [each for each in mine if not wanted.isdisjoint((each.id, *each.names))]
+    wanted = None if body.abort_all else [*given, *[_PREFIX.sub("", each) for each in given]]
+    mine = [each for each in _of_tenant(front, exchange.tenant, wanted) if each is not exchange]
     for number, other in enumerate(mine):
         if number and not number % ENDED_AT_ONCE:
             await front.body_reader.turn(exchange, caller.tenant.digest)
         if not other.over:
             _end(other, RequestAborted())
+    others = await _ask_siblings(front, AbortRequests(exchange.tenant, wanted))
+    if others.silent:
+        raise RouterSilent(others.silent)
     exchange.respond(b"{}")
+
+
+def _of_tenant(front: Front, tenant: str, names: Collection[str] | None) -> list[Exchange]:
+    """The tenant's requests in progress in this process. `names`: of requests or responses; None: all."""
+    mine = [each for each in front.open_exchanges if each.tenant == tenant]
+    if names is None:
+        return mine
+    wanted = set(names)
+    return [each for each in mine if not wanted.isdisjoint((each.id, *each.names))]
 
 
 #: What errors say about these endpoints.
