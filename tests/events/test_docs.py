@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from homing.events.publish.publisher import EventPublisher
 from homing.events.sdk import record
@@ -104,39 +102,3 @@ def test_every_key_of_a_json_line_is_documented() -> None:
 
     assert documented == set(record._Line.__struct_fields__)
     assert all(f"`{kind}`" in section for kind in record.REMARKS)
-
-
-def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(
-    make_publisher: Callable[..., EventPublisher],
-) -> None:
-    """Users copy this snippet."""
-    (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def follow" in part]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    publisher = make_publisher()
-    endpoints = publisher.start()
-    context = zmq.Context()
-
-    def read_until_held(wanted: set[int]) -> None:
-        # A subscription takes a moment to reach the publisher; the reader raises if it misses batches.
-        with contextlib.suppress(RuntimeError):
-            any(wanted <= held for held in names["follow"](context, endpoints.events, endpoints.snapshot))
-            found.set()
-
-    found = threading.Event()
-    stepper = threading.Thread(target=step_until, args=(publisher, found))
-    stepper.start()
-    while not found.is_set():
-        read_until_held({1, 3, 5})
-    stepper.join()
-    context.destroy(linger=0)
-
-
-def step_until(publisher: EventPublisher, found: threading.Event) -> None:
-    """Act as an engine that stores two blocks in each step and removes the even one in the next."""
-    for number in range(1, 100_000, 2):
-        publisher.stored(None, [block(number), block(number + 1)], tokens(number, number + 1))
-        publisher.removed([block(number - 1)])
-        publisher.flush()
-        if found.wait(0.005):
-            return
