@@ -478,6 +478,7 @@ class MessagesUsage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    loaded_tokens: dict[str, int] | UnsetType = UNSET  #: the part of those read that tiers held, by medium
 
 
 class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -529,9 +530,17 @@ def messages_error_body(error: RouterError) -> bytes:
     return ENCODER.encode(error_of(error))
 
 
-def _usage(prompt_tokens: int, cached_tokens: int, pinned_tokens: int, output_tokens: int) -> MessagesUsage:
+def _usage(
+    prompt_tokens: int, cached_tokens: int, pinned_tokens: int, output_tokens: int, loaded: Mapping[str, int]
+) -> MessagesUsage:
     created = max(0, pinned_tokens - cached_tokens)
-    return MessagesUsage(prompt_tokens - cached_tokens - created, created, cached_tokens, output_tokens)
+    fresh = prompt_tokens - cached_tokens - created
+    return MessagesUsage(fresh, created, cached_tokens, output_tokens, dict(loaded) or UNSET)
+
+
+def _usage_of(summary: GenerationSummary) -> MessagesUsage:
+    counts = summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens
+    return _usage(*counts, summary.loaded_tokens)
 
 
 class MessagesBuilder(BlockBuilder):
@@ -547,7 +556,7 @@ class MessagesBuilder(BlockBuilder):
         yield from ()  # one choice of text takes less than a step
         [choice] = choices
         reason, sequence = _stopped(choice)
-        usage = _usage(summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens)
+        usage = _usage_of(summary)
         made = MessageResponse(
             id=f"msg_{self._id}",
             model=self._model,
@@ -566,14 +575,15 @@ class MessagesBuilder(BlockBuilder):
     def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
         parts = []
         if first:
-            usage = _usage(len(choice.prompt.token_ids), choice.cached, choice.pinned or 0, choice.generated)
+            counts = len(choice.prompt.token_ids), choice.cached, choice.pinned or 0, choice.generated
+            usage = _usage(*counts, dict(choice.loaded))
             begun = MessageResponse(id=f"msg_{self._id}", model=self._model, content=[], usage=usage)
             parts += [_event("message_start", message=begun), _event("ping")]
         return b"".join([*parts, *self.block_events(shown)])
 
     def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> list[bytes]:
         reason, sequence = _stopped(choices[0])
-        usage = _usage(summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens)
+        usage = _usage_of(summary)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
 

@@ -5,6 +5,7 @@ Stateless: every body that arrives here holds its whole conversation. If it cont
 Open Responses (openresponses.org).
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -176,6 +177,7 @@ _ITEM_KEYS = known_keys(
     function_call_output="id call_id output status",
     custom_tool_call_output="id call_id output status",
     reasoning="id summary content encrypted_content status",
+    compaction="id encrypted_content created_by",
 )
 _TOOL_KEYS = known_keys(
     function="name description parameters strict defer_loading output_schema",
@@ -206,6 +208,8 @@ def unused(body: ResponsesBody) -> Iterator[str]:
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         kind = item.get("type", "message")
         if isinstance(kind, str) and kind not in _ITEM_KEYS and not kind.endswith(("_call", "_output")):
+            yield f"input[{index}]"
+        if kind == "compaction" and _summary_in(item) is None:
             yield f"input[{index}]"
         for name in ("content", "output"):
             if kind in ("message", "function_call_output") and isinstance(parts := item.get(name), list):
@@ -306,6 +310,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
                 parts = thought.content or thought.summary or []
                 if found := "".join([str(part.get("text") or "") for part in parts]):
                     yield Message("assistant", reasoning=found)
+            case "compaction":
+                yield Message("user", _summary_in(item) or "[Earlier turns were compacted elsewhere and are left out.]")
             case "item_reference":
                 raise InvalidRequest.field(param, "this server stores no items; send the item itself")
             case str(kind):
@@ -322,6 +328,29 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
 
 
 _PART_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+#: Begins the content of compaction items that this server made.
+_COMPACTED = "homing1."
+#: Introduces a summary to the model.
+_SUMMARY = "Summary of the conversation so far:\n\n"
+
+
+def compaction_item(name: str, summary: str) -> dict[str, Any]:
+    """The item that stands for earlier turns in a later request."""
+    content = _COMPACTED + b64encode(summary.encode()).decode()
+    return {"id": name, "type": "compaction", "encrypted_content": content}
+
+
+def _summary_in(item: Mapping[str, Any]) -> str | None:
+    """The message in place of a compaction item; None: another server made it."""
+    content = item.get("encrypted_content")
+    if not isinstance(content, str) or not content.startswith(_COMPACTED):
+        return None
+    try:
+        return _SUMMARY + b64decode(content.removeprefix(_COMPACTED), validate=True).decode()
+    except ValueError:
+        return None
 
 
 def _tool_item(kind: str, item: Mapping[str, Any], param: str) -> Message | None:
@@ -415,6 +444,7 @@ class InputTokensDetails(msgspec.Struct, frozen=True):
 
     cached_tokens: int
     cache_write_tokens: int
+    loaded_tokens: dict[str, int] | UnsetType = UNSET  #: the part of `cached_tokens` loaded from tiers, by medium
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -583,7 +613,11 @@ class ResponsesBuilder(BlockBuilder):
         cut = limited or not all(done)
         usage = ResponseUsage(
             summary.prompt_tokens,
-            InputTokensDetails(summary.cached_tokens, max(0, summary.pinned_tokens - summary.cached_tokens)),
+            InputTokensDetails(
+                summary.cached_tokens,
+                max(0, summary.pinned_tokens - summary.cached_tokens),
+                summary.loaded_tokens or UNSET,
+            ),
             summary.output_tokens,
             OutputTokensDetails(summary.reasoning_tokens),
             summary.prompt_tokens + summary.output_tokens,

@@ -7,12 +7,14 @@ import msgspec
 
 from ...errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
 from ..caller import Caller
+from ..dialects.compaction import ASK, COMPACTION, CompactBody, CompactedResponse, unknown_in, unused_in
+from ..dialects.compaction import DECODER as COMPACT_DECODER
 from ..dialects.long_json import Steps, long_list, pieces_of
 from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..response_store import StoredResponse
-from .endpoint import Endpoint, charged, respond, respond_in_steps, with_key
+from .endpoint import Endpoint, charged, decoded, respond, respond_in_steps, with_key
 from .generate import decoded_in, generating, start_generation
 
 #: Roughly, in messages of agents.
@@ -54,6 +56,18 @@ async def count_input(front: Front, exchange: Exchange, caller: Caller) -> None:
     tokens = len(job.prompts[0].token_ids)
     caller.charge([tokens])
     respond(exchange, InputTokens(tokens))
+
+
+async def compact(front: Front, exchange: Exchange, caller: Caller) -> None:
+    """Replace a conversation by its user's messages and a summary that the model writes."""
+    given = await decoded(front, caller, exchange, COMPACT_DECODER, lenient=True, unknown=unknown_in, unused=unused_in)
+    body = given.as_response()
+    await put_history(front, caller, body)
+    items = items_of(body)
+    if not items:
+        raise InvalidRequest.field("input", "at least one message is needed")
+    body.input = [*items, {"role": "user", "content": ASK}]
+    await start_generation(COMPACTION, front, exchange, caller, body)
 
 
 async def create_response(front: Front, exchange: Exchange, caller: Caller) -> None:
@@ -149,6 +163,14 @@ ENDPOINTS = (
         "the number of prompt tokens of a response",
         InputTokens,
         (ResponsesBody,),
+    ),
+    Endpoint(
+        "POST",
+        f"{RESPONSES_PATH}/compact",
+        charged(compact),
+        "a conversation as a summary",
+        CompactedResponse,
+        (CompactBody,),
     ),
     Endpoint("GET", _ONE, charged(stored_response), "a stored response", Response),
     # Deleting frees what the tenant occupies, so no limit prevents it.

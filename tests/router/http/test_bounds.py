@@ -21,6 +21,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/responses": {"input": "hi"},
     "/v1/responses/input_tokens": {"input": "hi"},
+    "/v1/responses/compact": {"input": "hi"},
     "/v1/messages": {"messages": [USER], "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/embeddings": {"input": "hi"},

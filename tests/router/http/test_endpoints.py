@@ -67,6 +67,7 @@ CHARGED = {
     "POST /v1/chat/completions": {"messages": CHAT},
     "POST /v1/responses": {"input": "hi"},
     "POST /v1/responses/input_tokens": {"input": "hi"},
+    "POST /v1/responses/compact": {"input": "hi"},
     "GET /v1/responses/{id}": None,
     "POST /v1/responses/{id}/cancel": {},
     "GET /v1/responses/{id}/input_items": None,

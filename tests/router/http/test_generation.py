@@ -383,3 +383,26 @@ async def test_a_client_that_leaves_has_its_choices_cancelled_a_few_at_a_time(li
     assert all(each == sorted(each) for each in cancelled)
     steps = [sum(after) - sum(before) for before, after in itertools.pairwise([each for each in cancelled if each])]
     assert max(steps) <= CHOICES_AT_ONCE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", CHAT),
+    ],
+)
+async def test_every_usage_says_what_came_from_tiers(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any], stream: bool
+):
+    """Who pays for storage wants to know what it was worth. Without tiers nothing is said."""
+    sent = body | {"stream": True, "stream_options": {"include_usage": True}} if stream else body
+    without = await client.post(path, json=sent)
+    backend.script = reply([10, 11], cached=48, loaded=(("CPU", 32), ("DISK", 16)))
+    response = await client.post(path, json=sent)
+
+    assert '"loaded_tokens":{"CPU":32,"DISK":16}' in response.text
+    assert "loaded_tokens" not in without.text
