@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: The smallest size that Ray accepts; homing sends nothing through the object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
+#: Begins the stack trace in a log of Ray's.
+STACK_TRACE = "*** StackTrace Information ***"
 #: Timeout of a TCP connection to the head node.
 CONNECT_TIMEOUT_S = 10.0
 #: Start timeout of each of Ray's processes. Ray's default, 30 s, is too short on two cores at a load average of 15.
@@ -288,10 +290,12 @@ def _start_ray(folder: Path, options: dict[str, Any], *, follow_logs: bool) -> N
 
 
 def _last_lines(log_file: Path, count: int = 3) -> str:
+    """The last lines of a log of Ray's. After a failed check, the cause is followed by a C++ stack trace."""
     try:
-        return " | ".join(log_file.read_text(errors="replace").splitlines()[-count:]) or "the raylet's log is empty"
+        lines = log_file.read_text(errors="replace").partition(STACK_TRACE)[0].splitlines()
     except OSError as error:
         return f"no raylet log: {error.strerror}"
+    return " | ".join(lines[-count:]) or "the raylet's log is empty"
 
 
 def _end(processes: Collection["subprocess.Popen[bytes]"]) -> None:

@@ -363,7 +363,7 @@ class RouterMetrics(Collector):
         """Requests of clients to APIs of models that have ended, by status; no polls for metrics, health and views."""
         found: Counter[int] = Counter()
         for (endpoint, status), count in self._requests.items():
-            if endpoint.startswith("/v1/") and not endpoint.startswith("/v1/models"):
+            if endpoint.startswith(("/v1/", "/inference/v1/generate")) and not endpoint.startswith("/v1/models"):
                 found[status] += count
         return found
 

@@ -1,5 +1,6 @@
 """Checks the docs and the packaging: links resolve, pins fit their ranges, and the README stays short."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -153,3 +154,14 @@ def test_the_pages_can_be_read(page: Path) -> None:
 
     assert [part for part in parts if len(part.strip().splitlines()) > 5] == []
     assert [cell for cell in cells if len(re.findall(r"\.(?= [A-Z]|$)", cell)) > 2] == []
+
+
+def test_the_clients_page_tells_the_demo_model_s_context_and_the_agents_that_were_tried() -> None:
+    """Whoever tries a coding agent on the demo model must learn there why its first prompt is refused."""
+    config = json.loads((ROOT / "replica" / "demo" / "model" / "config.json").read_text())
+    tried = json.loads((ROOT / "tests" / "agents" / "npm" / "package.json").read_text())["dependencies"]
+    page = " ".join((ROOT / "docs" / "clients.md").read_text().split())
+
+    assert f"context of {config['max_position_embeddings']:,} tokens holds none of them" in page
+    for package in ("@anthropic-ai/claude-code", "@openai/codex", "@qwen-code/qwen-code", "opencode-ai"):
+        assert f"| {tried[package]} |" in page, package

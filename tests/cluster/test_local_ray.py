@@ -10,6 +10,7 @@ import pytest
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, StartFailed
 from homing.cluster.local_ray import (
+    _last_lines,
     join,
     make_token_private,
     patient_start,
@@ -89,6 +90,18 @@ def test_a_raylet_that_starts_slowly_is_waited_for_and_one_that_never_does_is_na
         services.get_node("127.0.0.1:1", "node")
 
     assert services.get_node is get_node
+
+
+def test_a_raylet_s_stack_trace_does_not_hide_the_cause(tmp_path: Path) -> None:
+    """Nobody who starts a cluster can read frames of C++; the line before them says what failed."""
+    log = tmp_path / "raylet.out"
+    cause = "[2026-11-25 10:00:00,000 C 7 7] (raylet) main.cc:1: Check failed: port is in use"
+    log.write_text(
+        "\n".join(["one", "two", cause, "*** StackTrace Information ***", "raylet(+0x1) [0x2] ray::Log", "", ""])
+    )
+
+    assert _last_lines(log) == f"one | two | {cause}"
+    assert _last_lines(tmp_path / "none") == "no raylet log: No such file or directory"
 
 
 FAILING = """

@@ -246,3 +246,15 @@ def test_counters_of_rare_events_begin_at_zero():
 
     assert [samples["homing_events_gaps_total", "demo", each] for each in ("r0", "r1")] == [0, 0]
     assert [samples["homing_clients_cut_total", each] for each in ("unsent", "stalled", "connections")] == [0, 0, 0]
+
+
+def test_the_page_counts_what_clients_asked_of_models_only() -> None:
+    """Its own polls and those of Prometheus would make any share of failures look small."""
+    metrics = RouterMetrics()
+    for path in ("/metrics", "/", "/live", "/health", "/cluster", "/requests/{id}", "/v1/models", "/v1/models/{model}"):
+        metrics.http_request(path, 200, 0.1)
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses/{id}", "/inference/v1/generate"):
+        metrics.http_request(path, 200, 0.1)
+    metrics.http_request("/v1/completions", 429, 0.1)
+
+    assert metrics.responses() == {200: 4, 429: 1}

@@ -52,6 +52,17 @@ def test_the_page_needs_nothing_from_elsewhere_and_inserts_text_as_text() -> Non
     assert len(text.encode()) <= 60 * 1024
 
 
+def test_each_model_has_a_heading_of_its_own() -> None:
+    """With two models, names in one line ran together. Headings of level 3 begin a line unless styled otherwise."""
+    text = FILE.read_text()
+    headings = re.findall(r'el\("(\w+)", \{[^}]*\}, (?:model|tree\.model)[,)]', text)
+    styles = re.findall(r"(?:^|[\s,}])h3[^{]*\{([^}]*)\}", text)
+
+    assert headings == ["h3", "h3"]
+    assert styles
+    assert not [style for style in styles if re.search(r"display|float|position", style)]
+
+
 @pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), ("other", 403)])
 async def test_only_admins_see_the_stream(keyed: Front, key: str, status: int):
     """The stream shows every tenant's traffic."""
