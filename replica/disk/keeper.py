@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from ...kvcache.block_index import CacheListener
 from ...kvcache.disk_tier import DiskBlock, DiskTier, newest_chains
@@ -33,7 +32,8 @@ class DiskKeeper:
         self, file: DiskFile, listener: CacheListener, copy_out: Callable[[BlockId, memoryview], None]
     ) -> None:
         """`copy_out`: copies a block's KV out of the pool."""
-        self.failures: Counter[str] = Counter()  #: blocks that could not be kept or put back, by kind
+        #: Blocks that could not be kept or put back, and clears that failed, by kind.
+        self.failures: Counter[str] = Counter(file.failures)
         self.tier = DiskTier(file.slots)
         self._file = file
         self._listener = listener
@@ -42,7 +42,8 @@ class DiskKeeper:
         self._worker: DiskWorker | None = None
         #: Cached blocks that are still to be written, with the salt of those that start a chain.
         self._pending: dict[BlockHash, str] = {}
-        self._writes: dict[int, DiskBlock] = {}
+        #: What the worker was told to do, by number; None: to clear the file.
+        self._started: dict[int, DiskBlock | None] = {}
 
     @property
     def pending(self) -> int:
@@ -53,12 +54,16 @@ class DiskKeeper:
         self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str, medium: str = "GPU"
     ) -> None:
         self._listener.stored(parent, hashes, tokens, salt, medium)
+        if medium != "GPU":  # what leaves the pool for another tier cannot be copied out of the pool
+            return
         for place, block_hash in enumerate(hashes):
             if block_hash not in self.tier:
                 self._pending[block_hash] = "" if place else salt
 
     def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
         self._listener.removed(hashes, medium)
+        if medium != "GPU":
+            return
         for block_hash in hashes:
             if self._pending.pop(block_hash, None) is not None:
                 self.failures["disk_behind"] += 1
@@ -67,10 +72,10 @@ class DiskKeeper:
     def cleared(self) -> None:
         self._listener.cleared()
         self._pending.clear()
-        self._writes.clear()
+        self._started.clear()
         self.tier.clear()
         if self._worker:
-            self._worker.clear()
+            self._started[self._worker.clear()] = None
 
     def restore(self, cache: PrefixCache, copy_in: Callable[[BlockId, memoryview], None]) -> int:
         """Fill the empty cache with the newest blocks of the file, and return their number. Then start writing.
@@ -80,9 +85,7 @@ class DiskKeeper:
         began = time.monotonic()
         self._cache = cache
         found = [_block_of(entry) for entry in self._file.entries]
-        for spare in self.tier.restore(found):
-            with suppress(OSError):  # it stays unused until another block takes its slot
-                self._file.drop(spare.slot)
+        self.tier.restore(found)  # older copies of a block stay unused until others take their slots
         used, count = [], 0
         for run in newest_chains(self.tier, cache.total_blocks):
             if not run[0].first and cache.block_of(run[0].parent) is None:
@@ -123,14 +126,20 @@ class DiskKeeper:
         """Copy at most so many blocks out of the pool, to be written. Whether more could be copied at once."""
         assert self._cache is not None, "restore comes first"
         assert self._worker is not None, "restore comes first"
-        for ended in self._worker.ended():
-            if block := self._writes.pop(ended.number, None):
-                self.tier.end_write(block, done=ended.failure is None)
-                if ended.failure:
-                    self.failures[ended.failure] += 1
+        self._collect(self._worker)
         for _ in range(min(most, len(self._pending), self._worker.room)):
             self._write(self._cache, self._worker)
         return bool(self._pending) and self._worker.room > 0
+
+    def _collect(self, worker: DiskWorker) -> None:
+        for ended in worker.ended():
+            if ended.number not in self._started:  # it was for the contents before a clear
+                continue
+            block = self._started.pop(ended.number)
+            if ended.failure:
+                self.failures[ended.failure] += 1
+            if block is not None:
+                self.tier.end_write(block, done=ended.failure is None)
 
     def _write(self, cache: PrefixCache, worker: DiskWorker) -> None:
         block_hash = next(iter(self._pending))
@@ -151,7 +160,7 @@ class DiskKeeper:
             self.failures["disk_behind"] += 1
             self.tier.end_write(place, done=False)
         else:
-            self._writes[number] = place
+            self._started[number] = place
 
     def check(self) -> None:
         self.tier.check()
@@ -167,6 +176,7 @@ class DiskKeeper:
                 self._worker.wait(deadline - time.monotonic())
         self._worker.wait(deadline - time.monotonic())
         self._worker.close()
+        self._collect(self._worker)
 
 
 def _block_of(entry: DiskEntry) -> DiskBlock:

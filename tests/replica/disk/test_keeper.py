@@ -167,14 +167,17 @@ def test_a_block_that_cannot_be_read_is_dropped_with_its_followers(path: Path, f
     first.run(1, 2, 4)
     first.end()
     transfers = FaultyTransfers()
-    good = iter([True])
+    good = iter([True] * 3)  # the header, the records, a block
     transfers.read_fault = lambda fd, into, at: (
         Transfers().read(fd, into, at) if next(good, False) else fault(fd, into, at)
     )
     again = Replica(path, transfers=transfers)
     assert (again.restored, dict(again.keeper.failures)) == (1, {kind: 1})
-    assert [again.run(1, 2, 3), again.run(1, 2, 4)] == [1, 2]
     again.end()
+    rest = Replica(path)
+    assert (rest.restored, dict(rest.keeper.failures)) == (1, {}), "a bad block is tried only once"
+    assert [rest.run(1, 2, 3), rest.run(1, 2, 4)] == [1, 2]
+    rest.end()
     last = Replica(path)
     assert [last.run(1, 2, 3), last.run(1, 2, 4)] == [3, 3]
     last.end()
@@ -218,6 +221,27 @@ def test_a_reset_clears_the_disk(path: Path) -> None:
     first.end()
     again = Replica(path)
     assert [again.run(1, 2, 3), again.run(4, 5), again.run(6)] == [0, 0, 1]
+    again.end()
+
+
+def test_a_reset_that_the_disk_refuses_is_counted_and_clears_it_all_the_same(path: Path) -> None:
+    """The next block that is written, or the end, makes up for it."""
+    transfers = FaultyTransfers()
+    first = Replica(path, transfers=transfers)
+    first.run(1, 2, 3)
+    first.settle()
+    transfers.write_fault = failing(5)
+    assert first.cache.reset()
+    first.settle()
+    assert dict(first.keeper.failures) == {"disk_io": 1}
+    first.run(7)
+    first.settle()
+    assert dict(first.keeper.failures) == {"disk_io": 2}
+    transfers.write_fault = None
+    first.run(8)
+    first.end()
+    again = Replica(path)
+    assert [again.run(1, 2, 3), again.run(7), again.run(8)] == [0, 0, 1]
     again.end()
 
 
