@@ -37,14 +37,14 @@ from .file_format import (
 
 log = logging.getLogger(__name__)
 
-FailureKind = Literal["disk_checksum", "disk_stale", "disk_short_read", "disk_full", "disk_io"]
+FailureKind = Literal["disk_checksum", "disk_stale", "disk_short_read", "disk_full", "disk_io", "disk_slow"]
 
 #: Records are read in pieces of about so many bytes.
 _SCAN_BYTES = 1 << 20
 
 
 class DiskFailure(Exception):  # noqa: N818 - says what happened
-    """A block could not be written or read; the caller computes it instead."""
+    """A block or a file could not be used; the caller computes instead."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)

@@ -115,6 +115,11 @@ class DiskWorker:
         ended = self._ended
         return [ended.popleft() for _ in range(len(ended))]
 
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until `ended` has something to tell. False after `timeout_s`."""
+        with self._more:
+            return self._more.wait_for(lambda: bool(self._ended), max(0.0, timeout_s))
+
     def clear(self) -> int:
         """Forget all blocks: what is queued never happens, and what is in the file is dropped by the thread, even if
         `close` comes first. Returns its number.
@@ -130,9 +135,8 @@ class DiskWorker:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or under way. False after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
         with self._more:
-            return self._more.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
+            return self._more.wait_for(self._is_idle, max(0.0, timeout_s))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the thread after the transfer under way and a clear that waits; it closes the file. If the disk hangs,

@@ -1,5 +1,7 @@
 """Blocks come back after a restart with the KV that they had, in a pool whose invariants hold."""
 
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,15 +38,25 @@ class Events:
 class Replica:
     """A cache over a pool of recognisable KV, with a file below it."""
 
-    def __init__(self, path: Path, blocks: int = 17, transfers: Transfers | None = None, slots: int = SLOTS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        blocks: int = 17,
+        transfers: Transfers | None = None,
+        slots: int = SLOTS,
+        patience_s: float = 60.0,
+    ) -> None:
         file = open_file(path, IDENTITY, 0, slots, transfers)
         assert file is not None
         self.pool: dict[int, bytes] = {}
         self.events = Events()
-        self.keeper = DiskKeeper(file, self.events, self.copy_out)
+        self.keeper = DiskKeeper(file, self.events, self.copy_out, Counter())
         self.cache = PrefixCache(blocks, BLOCK_SIZE, listener=self.keeper)
-        self.restored = self.keeper.restore(self.cache, lambda block, data: self.pool.update({block: bytes(data)}))
+        self.restored = self.keeper.restore(self.cache, self.copy_in, patience_s=patience_s)
         self.check()
+
+    def copy_in(self, block: int, data: memoryview) -> None:
+        self.pool[block] = bytes(data)
 
     def copy_out(self, block: int, data: memoryview) -> None:
         data[:] = self.pool[block]
@@ -167,10 +179,8 @@ def test_a_block_that_cannot_be_read_is_dropped_with_its_followers(path: Path, f
     first.run(1, 2, 4)
     first.end()
     transfers = FaultyTransfers()
-    good = iter([True] * 3)  # the header, the records, a block
-    transfers.read_fault = lambda fd, into, at: (
-        Transfers().read(fd, into, at) if next(good, False) else fault(fd, into, at)
-    )
+    faults = iter([None, None, None, fault])  # the header, the records, a block, the next one
+    transfers.read_fault = lambda fd, into, at: (next(faults, None) or Transfers().read)(fd, into, at)
     again = Replica(path, transfers=transfers)
     assert (again.restored, dict(again.keeper.failures)) == (1, {kind: 1})
     again.end()
@@ -243,6 +253,39 @@ def test_a_reset_that_the_disk_refuses_is_counted_and_clears_it_all_the_same(pat
     again = Replica(path)
     assert [again.run(1, 2, 3), again.run(7), again.run(8)] == [0, 0, 1]
     again.end()
+
+
+class Slow(Transfers):
+    """A disk that holds up reads of blocks from the n-th on until it is opened."""
+
+    def __init__(self, good: int) -> None:
+        self.good, self.open = good, threading.Event()
+
+    def read(self, file, into, offset):
+        if len(into) > 8192:
+            self.good -= 1
+            if self.good < 0:
+                self.open.wait()
+        return super().read(file, into, offset)
+
+
+def test_a_start_does_not_wait_for_a_disk_that_hangs(path: Path) -> None:
+    """The replica starts with what was read, and keeps blocks again once the disk answers."""
+    first = Replica(path)
+    first.run(1, 2, 3, 4, 5, 6)
+    first.run(11)
+    first.end()
+    slow = Slow(3)
+    again = Replica(path, transfers=slow, patience_s=0.05)
+    assert (again.restored, dict(again.keeper.failures)) == (3, {"disk_slow": 4})
+    assert [again.run(11), again.run(1, 2, 3, 4, 5, 6)] == [1, 2]
+    slow.open.set()
+    again.run(12)
+    again.settle()
+    again.end()
+    last = Replica(path)
+    assert last.restored == 8
+    last.end()
 
 
 def test_long_salts_are_not_kept(path: Path) -> None:
