@@ -299,11 +299,13 @@ def _lock(path: Path, file: int) -> bool:
 def _formatted(path: Path, file: int, wanted: Header, transfers: Transfers) -> Header:
     """The header of the file, which is formatted first if its own is not the wanted one."""
     first, layout = bytearray(PAGE_BYTES), _layout(wanted)
+    size = os.fstat(file).st_size
     page = bytes(first[: _read_all(transfers, file, memoryview(first), 0)])
+    if len(page) < min(size, PAGE_BYTES):  # what it is cannot be told, so nothing may be dropped
+        raise OSError(errno.EIO, f"only {len(page)} bytes of {size} can be read", str(path))
     if not is_ours(page):
         raise OSError(errno.EEXIST, "it is not a KV file", str(path))
     held = decode_header(page)
-    size = os.fstat(file).st_size
     if held is not None and held == _with_drawn(wanted, held.drawn) and size == layout.file_bytes:
         return held
     free = os.fstatvfs(file)

@@ -209,6 +209,9 @@ def test_records_that_cannot_be_read_cost_their_blocks_only(path: Path) -> None:
     file = opened(path, transfers=transfers)
     assert (file.entries, file.failures) == ([one], {})
     file.close()
+    transfers.read_fault = lambda fd, into, at: 0
+    with pytest.raises(OSError, match="only 0 bytes of"):
+        opened(path, transfers=transfers)
     transfers.read_fault = lambda fd, into, at: (failing(errno.EIO) if at else os.preadv)(fd, [into], at)
     file = opened(path, transfers=transfers)
     assert (file.entries, file.failures) == ([], {"disk_io": 1})
