@@ -12,6 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -256,14 +257,14 @@ def open_file(
 ) -> DiskFile | None:
     """Open and lock a rank's file, created and preallocated if it is new; None if another process has locked it.
 
-    What it holds under another identity, size or version, or with a damaged header, is dropped. Raises OSError, also
-    if it is a link, another user's, or not a KV file; such a file is left as it is.
+    What it holds in another size or with a damaged header is dropped. Raises OSError, also if it is a link, another
+    user's, not a KV file, or of another identity, version or rank; such a file is left as it is.
     """
     transfers = transfers or Transfers()
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(path, flags, 0o600)
     try:
-        check_own(path, file)
+        check_own(path, os.fstat(file))
         if not _lock(path, file):
             os.close(file)
             return None
@@ -274,10 +275,9 @@ def open_file(
         raise
 
 
-def check_own(path: Path, file: int) -> None:
-    """Raise OSError unless an open file is a regular file of this user, under one name."""
-    status = os.fstat(file)
-    if not (status.st_mode & 0o170000) == 0o100000:
+def check_own(path: Path, status: os.stat_result) -> None:
+    """Raise OSError unless this is the status of a regular file of this user, under one name."""
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     if status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(path))
@@ -306,13 +306,16 @@ def _formatted(path: Path, file: int, wanted: Header, transfers: Transfers) -> H
     if not is_ours(page):
         raise OSError(errno.EEXIST, "it is not a KV file", str(path))
     held = decode_header(page)
+    if held is not None and (other := _difference(held, wanted)):
+        raise OSError(errno.EEXIST, f"it holds blocks of another {other}", str(path))
     if held is not None and held == _with_drawn(wanted, held.drawn) and size == layout.file_bytes:
         return held
     free = os.fstatvfs(file)
     if free.f_bavail * free.f_frsize + os.fstat(file).st_blocks * 512 < layout.file_bytes:
         raise OSError(errno.ENOSPC, f"{layout.file_bytes} bytes are needed", str(path))
     if size:
-        log.warning("disk_kv_dropped file=%s reason=%s", path, _difference(held, wanted, size))
+        reason = "another size" if held is not None else "damaged header"
+        log.warning("disk_kv_dropped file=%s reason=%s wanted=%d blocks", path, reason, wanted.slots)
     header = _draw_header(wanted)
     # The old header goes first, so that a file is never taken for valid while it is formatted.
     os.ftruncate(file, 0)
@@ -326,15 +329,12 @@ def _formatted(path: Path, file: int, wanted: Header, transfers: Transfers) -> H
     return header
 
 
-def _difference(held: Header | None, wanted: Header, size: int) -> str:
-    if held is None:
-        return "damaged header or another version"
-    if held.identity == wanted.identity:
-        return f"{held.slots} blocks in {size} bytes, wanted {wanted.slots}"
-    fields = Identity.__struct_fields__
-    return "another " + ", ".join(
-        name for name in fields if getattr(held.identity, name) != getattr(wanted.identity, name)
-    )
+def _difference(held: Header, wanted: Header) -> str:
+    """The fields of the identity, of the version and the rank, in which two headers differ."""
+    ours, theirs = wanted.identity, held.identity
+    fields = [name for name in Identity.__struct_fields__ if getattr(ours, name) != getattr(theirs, name)]
+    fields += [name for name in ("version", "rank") if getattr(wanted, name) != getattr(held, name)]
+    return ", ".join(fields)
 
 
 def _draw_header(header: Header) -> Header:

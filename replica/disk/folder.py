@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -47,6 +48,7 @@ def check_settings(disk_kv: str, disk_kv_size: int, *, prefix_caching: bool = Tr
         raise DiskTierUnusable(f"disk_kv: replicas of {ranks} ranks cannot keep blocks on disk yet; leave it out")
     folder = _checked_folder(disk_kv)
     with _naming(disk_kv):
+        _check_files(folder)
         disk = os.statvfs(folder if folder.exists() else folder.parent)
     if disk_kv_size > disk.f_blocks * disk.f_frsize:
         raise DiskTierUnusable(
@@ -81,6 +83,20 @@ def _checked_folder(name: str) -> Path:
     return path
 
 
+def _check_files(folder: Path) -> None:
+    """Check that the seed and the KV files in a folder, if there is one, are files of this user alone."""
+    if not folder.exists():
+        return
+    _held_seed(folder / SEED_FILE)
+    for _, status, path in _kv_files(folder):
+        if stat.S_ISLNK(status.st_mode):
+            raise DiskTierUnusable(f"disk_kv: {path} is a link; remove it, or use another folder")
+        try:
+            check_own(path, status)
+        except OSError as error:
+            raise DiskTierUnusable(f"disk_kv: {path}: {error.strerror}; remove it, or use another folder") from error
+
+
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
     try:
@@ -111,8 +127,9 @@ def _held_seed(path: Path) -> int | None:
         return None
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            check_own(path, file.fileno())
-            if os.fstat(file.fileno()).st_mode & 0o077:
+            status = os.fstat(file.fileno())
+            check_own(path, status)
+            if status.st_mode & 0o077:
                 raise DiskTierUnusable(f"disk_kv: others may read {path}; run chmod 600 on it, or delete it")
             text = file.read(64)
     except OSError as error:
@@ -253,7 +270,7 @@ def _remove_unused(path: Path) -> bool:
     except OSError:
         return False
     try:
-        check_own(path, file)
+        check_own(path, os.fstat(file))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not is_ours(os.pread(file, PAGE_BYTES, 0)):
             return False

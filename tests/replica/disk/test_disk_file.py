@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from homing.replica.disk.disk_file import DiskFailure, DiskFile, open_file
-from homing.replica.disk.file_format import DiskEntry, Identity, decode_header
+from homing.replica.disk.file_format import DiskEntry, Identity, decode_header, encode_header
 
 from .blocks import (
     BLOCK_BYTES,
@@ -330,18 +330,32 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("identity", OTHER.values(), ids=OTHER)
-def test_blocks_of_another_identity_are_dropped(path: Path, identity: Identity) -> None:
+@pytest.mark.parametrize("other", OTHER)
+def test_a_file_of_another_identity_is_named_and_left_as_it_is(path: Path, other: str) -> None:
+    """Files are named after their identity, so somebody has moved it here."""
     file = opened(path)
     put(file, entry(1, 3, 1))
     file.close()
-    for each in (identity, IDENTITY):
-        file = opened(path, each)
-        assert file.entries == []
-        file.close()
+    with pytest.raises(OSError, match="it holds blocks of another") as error:
+        opened(path, OTHER[other])
+    assert other in str(error.value).replace("_", " ").replace("root", "model")
+    file = opened(path)
+    assert len(file.entries) == 1
+    file.close()
 
 
-def test_a_damaged_header_or_another_version_drops_the_blocks(path: Path) -> None:
+@pytest.mark.parametrize(("field", "value"), [("version", 2), ("rank", 1)])
+def test_a_file_of_another_version_or_rank_is_named_and_left_as_it_is(path: Path, field: str, value: int) -> None:
+    file = opened(path)
+    file.close()
+    page = encode_header(replace(file.header, **{field: value}))
+    changed(path, 0, page)
+    with pytest.raises(OSError, match=f"it holds blocks of another {field}"):
+        opened(path)
+    assert path.read_bytes()[:4096] == page
+
+
+def test_a_damaged_header_or_another_size_drops_the_blocks(path: Path) -> None:
     file = opened(path)
     put(file, entry(1, 3, 1))
     file.close()
@@ -352,6 +366,10 @@ def test_a_damaged_header_or_another_version_drops_the_blocks(path: Path) -> Non
     assert decode_header(path.read_bytes()[:4096]) is None
     file = opened(path)
     assert file.entries == []
+    put(file, entry(1, 3, 1))
+    file.close()
+    file = opened(path, slots=SLOTS + 1)
+    assert (file.entries, file.slots) == ([], SLOTS + 1)
     file.close()
 
 

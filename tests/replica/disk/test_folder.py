@@ -58,6 +58,44 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["dangling", "file"]
 
 
+def test_files_in_the_folder_that_no_replica_may_use_are_named(tmp_path: Path) -> None:
+    """Before a model is loaded, and again when it is; nothing in the folder is changed."""
+    file, _ = opened(tmp_path)
+    file.close()
+    name = file.path.name
+    file.path.rename(tmp_path / "moved")
+    (tmp_path / "theirs").mkdir()
+    makers = {
+        f"{name} is a link": lambda: file.path.symlink_to(tmp_path / "moved"),
+        f"{name}: it is also linked": lambda: file.path.hardlink_to(tmp_path / "moved"),
+        f"{name}: not a regular file": lambda: file.path.mkdir(),
+    }
+    if os.geteuid() == 0:
+        makers[f"{name}: it belongs to user 4242"] = lambda: (file.path.touch(), os.chown(file.path, 4242, -1))
+    for message, make in makers.items():
+        make()
+        text = refusal(checked, tmp_path)
+        assert message in text
+        assert text.startswith("disk_kv: "), text
+        assert str(file.path) in refusal(opened, tmp_path)
+        assert os.path.lexists(file.path)
+        file.path.rmdir() if file.path.is_dir() and not file.path.is_symlink() else file.path.unlink()
+    checked(tmp_path)
+    (tmp_path / SEED_FILE).write_text("17")
+    (tmp_path / SEED_FILE).chmod(0o600)
+    assert "does not hold a seed" in refusal(checked, tmp_path)
+
+
+def test_a_file_of_another_model_under_this_ones_name_is_left_alone(tmp_path: Path) -> None:
+    file, _ = opened(tmp_path)
+    file.close()
+    other = replace(IDENTITY, root="00" * 16)
+    moved = file.path.rename(tmp_path / f"homing-{other.digest().hex()}-0-rank0.kv")
+    assert f"disk_kv: cannot use {moved}: it holds blocks of another root" in refusal(opened, tmp_path, other)
+    moved.rename(file.path)
+    opened(tmp_path)[0].close()
+
+
 def test_good_settings_change_nothing(tmp_path: Path) -> None:
     checked("", 0)
     checked(tmp_path)
