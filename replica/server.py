@@ -26,6 +26,7 @@ import zmq
 from msgspec import structs
 
 from ..events.config import EventsSettings
+from ..events.load_report import TierLoad
 from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import EventEndpoints, LoadReport
@@ -628,6 +629,9 @@ class ReplicaServer(RankServer):
     def _load(self) -> LoadReport:
         """The engine's load; requests whose constraints are being compiled wait, too."""
         load = self._engine.load()
+        if (keeper := self._keeper) is not None:
+            on_disk = TierLoad("DISK", keeper.tier.slots, len(keeper.tier), keeper.block_s)
+            load = structs.replace(load, tiers=(*load.tiers, on_disk))
         if self._tier_failures:
             counters = structs.replace(load.counters, tier_failures=dict(self._tier_failures))
             load = structs.replace(load, counters=counters)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, TextIO
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +26,8 @@ COLUMNS = (
     "hit rate",
 )
 QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
+FAILURES = "homing_tier_failures_total"
+NO_FAILURES: Mapping[str, int] = MappingProxyType({})
 RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "for waiting", "cached", "hit rate"})
 
 
@@ -49,12 +52,22 @@ def status(
         json.dump(views[0] if len(views) == 1 else views, out, indent=2)
         print(file=out)
         return 0
-    rates = hit_rates(get_text(f"{found}/metrics"))
+    metrics = get_text(f"{found}/metrics")
     name, models, registry = None, "", ClusterRegistry(state_folder(settings))
     if not url:
         name = settings.cluster.name
         models = registry.running(name).model
-    show(out, *render(name, found, views, rates, routers, models=models, now=time.time()))
+    page = render(
+        name,
+        found,
+        views,
+        hit_rates(metrics),
+        routers,
+        models=models,
+        failures=tier_failures(metrics),
+        now=time.time(),
+    )
+    show(out, *page)
     if not url and (others := registry.others(settings.cluster.name)):
         print(f"also running: {describe_running(others)}", file=out)
     return 0
@@ -86,6 +99,16 @@ def _verify(settings: Settings, routers: Sequence[str], out: TextIO) -> int:
     return 0 if exact else 1
 
 
+def tier_failures(metrics: str) -> Counter[str]:
+    """The blocks that tiers could not keep or give back, by kind of failure, from the text of /metrics."""
+    kinds = Counter[str]()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == FAILURES:
+                kinds[sample.labels["kind"]] += round(sample.value)
+    return +kinds
+
+
 def hit_rates(metrics: str) -> dict[str, float]:
     """The share of prompt tokens that each replica found in its cache, from the text of /metrics."""
     totals: dict[str, dict[str, float]] = {QUERIES: {}, HITS: {}}
@@ -104,12 +127,13 @@ def render(
     routers: Sequence[str] = (),
     *,
     models: str = "",
+    failures: Mapping[str, int] = NO_FAILURES,
     now: float,
 ) -> list[RenderableType]:
     """Render the page: the replicas as the first router sees them, and each router's counters.
 
     `name`: None if the cluster was selected by URL. `models`: the models that run under the served names, if known.
-    `now`: seconds since 1970.
+    `failures`: of tiers, by kind. `now`: seconds since 1970.
     """
     view = views[0]
     models = (view["models"] and models) or ", ".join(model["name"] for model in view["models"]) or "no replica"
@@ -127,7 +151,7 @@ def render(
         lines += [f"{each}: {_totals(seen)}" for each, seen in zip(routers, views, strict=True)]
     else:
         lines.append(_totals(view))
-    lines += _tenants(view["replicas"])
+    lines += [*_tenants(view["replicas"]), *_tiers(view["replicas"], failures)]
     for absent in view["absent"]:
         seconds = max(0.0, now - absent["since"])
         lines.append(f"{absent['replica_id']} has been {absent['state']} for {seconds:.0f} s: {absent['reason']}")
@@ -145,6 +169,22 @@ def _tenants(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     shares = [f"{printable(tenant)} {number / total:.0%}" for tenant, number in blocks.most_common(8)]
     return [f"cached blocks by tenant: {', '.join(shares)}"]
+
+
+def _tiers(replicas: Sequence[Mapping[str, Any]], failures: Mapping[str, int]) -> list[str]:
+    """How full the tiers below the pools are, and what they failed to do."""
+    used, total = Counter[str](), Counter[str]()
+    for replica in replicas:
+        for medium, tier in replica.get("tiers", {}).items():
+            used[medium] += tier["used_blocks"]
+            total[medium] += tier["total_blocks"]
+    lines = []
+    if total:
+        lines.append("blocks in tiers: " + ", ".join(f"{each} {used[each]:,} of {total[each]:,}" for each in total))
+    if failures:
+        kinds = ", ".join(f"{printable(kind)} {number:,}" for kind, number in failures.items())
+        lines.append(f"blocks that tiers could not keep or give back: {kinds}")
+    return lines
 
 
 def by_name(replica: Mapping[str, Any]) -> tuple[str, int, str]:

@@ -57,6 +57,12 @@ class DiskKeeper:
         self._pending: dict[BlockHash, str] = {}
         #: What to do when the worker has ended what it was told, by number.
         self._started: dict[int, Callable[..., None]] = {}
+        self._moved, self._disk_s = 0, 0.0
+
+    @property
+    def block_s(self) -> float:
+        """Mean time that the disk takes over one block, in seconds; 0 before the first."""
+        return self._disk_s / max(1, self._moved)
 
     @property
     def pending(self) -> int:
@@ -191,6 +197,9 @@ class DiskKeeper:
                 continue
             if ended.failure:
                 self.failures[ended.failure] += 1
+            else:
+                self._moved += 1
+                self._disk_s += ended.seconds
             self._started.pop(ended.number)(done=ended.failure is None)
 
     def _write(self, cache: PrefixCache, worker: DiskWorker) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from homing.cluster.cli.status import hit_rates, render
+from homing.cluster.cli.status import hit_rates, render, tier_failures
 from homing.cluster.output import plain
 
 COUNTERS = ("requests", "finished", "failed", "cancelled", "continued", "delivered_cached_tokens")
@@ -114,6 +114,24 @@ def test_a_warm_up_shows_how_far_it_is() -> None:
 
     assert "warming 25%" in lines[3]
     assert lines[4].split()[:3] == ["r1", "warming", "live"]
+
+
+def test_tiers_show_how_full_they_are_and_what_failed() -> None:
+    """A disk that takes nothing costs only hits, so nobody would look for it."""
+    tier = {"used_blocks": 700, "total_blocks": 1000}
+    replicas = [replica("r0") | {"tiers": {"DISK": tier}}, replica("r1") | {"tiers": {"DISK": tier, "CPU": tier}}]
+    view: dict[str, Any] = {"policy": "p", "models": [model("demo")], "in_flight": 0, "waiting": 0}
+    view |= {"replicas": replicas, "absent": [], "refused": [], "counters": dict.fromkeys(COUNTERS, 0)}
+    metrics = "".join(
+        f'homing_tier_failures_total{{replica="{name}",kind="{kind}"}} {number}\n'
+        for name, kind, number in (("r0", "disk_io", 2.0), ("r1", "disk_io", 1.0), ("r1", "disk_full", 0.0))
+    )
+    failures = tier_failures(f"# TYPE homing_tier_failures_total counter\n{metrics}")
+
+    told = page("default", "http://h:1", [view], {}, failures=failures, now=0.0)
+
+    assert "blocks in tiers: DISK 1,400 of 2,000, CPU 700 of 1,000" in told
+    assert told.endswith("blocks that tiers could not keep or give back: disk_io 3")
 
 
 def test_several_routers_tell_each_what_they_did() -> None:
