@@ -20,6 +20,18 @@ from .partial_match import PartialHit, PartialMatcher
 from .pool import Block, BlockId, BlockState
 
 
+class LowerTier(Protocol):
+    """Takes what leaves the pool. Called synchronously, in the cache's thread. Must not block or call the cache."""
+
+    def evicted(self, blocks: Sequence[Block]) -> None:
+        """These blocks are about to lose their hashes, the last block of a chain first. Their KV stays as it is until
+        the next step, or until the caller of the cache writes to them.
+        """
+
+    def cleared(self) -> None:
+        """The cache was emptied."""
+
+
 class CacheListener(Protocol):
     """Receives changes to the resident set synchronously, in the caller's thread. Must not block or call the cache."""
 
@@ -53,6 +65,7 @@ class CacheStats:
     query_tokens: int = 0  #: prompt tokens of acquired matches
     hit_tokens: int = 0  #: the part of `query_tokens` found in the cache
     partial_hit_tokens: int = 0  #: the part of `hit_tokens` copied from partially matching blocks
+    host_hit_tokens: int = 0  #: the part of `hit_tokens` loaded from the host tier
     evicted_tokens: int = 0
     collisions: int = 0  #: look-ups and commits that met a hash belonging to another prefix
 
@@ -150,13 +163,14 @@ class BlockIndex:
                 return
             blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._block_bytes]
         assert not start or parent in self.blocks, f"block {start} of a chain committed before block {start - 1}"
-        shared, copies = self._register(blocks, start, parent, hashes, tokens)
+        if start == 0:
+            blocks[0].first, blocks[0].salt = True, salt
+        shared, copies = self._register(blocks, parent, hashes, tokens)
         self._announce(blocks[:shared], copies, start, parent, hashes, tokens, salt)
 
     def _register(
         self,
         blocks: Sequence[Block],
-        start: int,
         parent: BlockHash,
         hashes: Sequence[BlockHash],
         tokens: bytes,
@@ -165,8 +179,6 @@ class BlockIndex:
         setdefault, awaited = self.blocks.setdefault, self._holds.awaited
         copies: list[int] = []
         previous = parent
-        if start == 0:
-            blocks[0].first = True
         rows = zip(blocks, hashes, [*hashes[1:], None], self._split(tokens), strict=True)
         for place, (block, block_hash, follower, (content,)) in enumerate(rows):
             if setdefault(block_hash, block) is block and block.block_hash is None:

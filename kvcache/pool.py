@@ -54,6 +54,7 @@ class Block:
         "older",
         "parent",
         "ref_count",
+        "salt",
         "siblings",
         "tokens",
     )
@@ -69,6 +70,8 @@ class Block:
         self.tokens = b""
         #: True only while cached, and only for the first block of a chain.
         self.first = False
+        #: Names the first block of a chain to listeners; valid only while `first`.
+        self.salt = ""
         #: The blocks that follow this one, maintained by `PartialMatcher`; valid only while this copy is in the index.
         self.children: BlockHash | Siblings | None = None
         #: The dictionary that contains this block's hash, if any.

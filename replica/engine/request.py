@@ -119,6 +119,8 @@ class RequestState:
     committed_blocks: int = 0
     #: Prompt tokens taken from the cache at the first admission; None before it.
     cached_tokens: int | None = None
+    #: The part of `cached_tokens` that was loaded from tiers, by medium.
+    loaded_tokens: tuple[tuple[str, int], ...] = ()
     #: The part of `computed` that the latest admission took from the cache.
     cached_now: int = 0
     #: Tokens that were cached when the request started to wait; for the load report.
