@@ -113,15 +113,9 @@ class DiskTier:
         if block := self._held.pop(block_hash, None):
             self._held[block_hash] = block
 
-    def drop(self, block: DiskBlock) -> None:
-        """Forget a block that can be read by nobody."""
-        self._forget(block)
-        self._free.append(block.slot)
-
     def begin_read(self, block_hash: BlockHash) -> DiskBlock:
-        """Use a block: it is now the last to give way, and stays until `end_read`."""
-        block = self._held.pop(block_hash)
-        self._held[block_hash] = block
+        """Read a block, which stays until `end_read`."""
+        block = self._held[block_hash]
         self._reading[block.generation] = self._reading.get(block.generation, 0) + 1
         return block
 

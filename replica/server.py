@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -35,8 +36,9 @@ from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import PrefixCache
 from .attention.paged import KvPool
 from .config import ReplicaSettings
+from .disk.disk_file import DiskFailure, DiskFile
 from .disk.file_format import Identity
-from .disk.folder import check_settings, open_rank_file
+from .disk.folder import check_settings, open_in_time, open_rank_file
 from .disk.keeper import BUSY_BLOCKS, IDLE_BLOCKS, DiskKeeper
 from .engine.answers import StepResult
 from .engine.engine import Engine
@@ -137,12 +139,13 @@ def start_replica(
         event_endpoints = publisher.start()
         hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
         hashes_like = _parity(settings, kvcache, model_dir, model.spec, hasher)
-        keeper = _disk_keeper(kvcache, model, hashes_like, cluster_seed, publisher) if kvcache.disk_kv else None
+        tier_failures = Counter[str]()
+        keeper = _disk_keeper(kvcache, model, hashes_like, cluster_seed, publisher, tier_failures)
         cache = _prefix_cache(kvcache, model.num_blocks, publisher if keeper is None else keeper)
         if keeper is not None:
             stack.callback(keeper.close)
             report("reading blocks from disk")
-            keeper.restore(cache, model.pool.copy_in)
+            keeper.restore(cache, model.pool.copy_in, compute_s=block_size / model.rates.prefill_tokens_per_s)
         engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
@@ -160,7 +163,17 @@ def start_replica(
         log.info("replica_ready replica=%s blocks=%d", replica_id, model.num_blocks)
         idle_ms = int(events.heartbeat_interval_s * 1000)
         return ReplicaServer(
-            description, engine, cache, publisher, requests, threads, model.guides, idle_ms, stack.pop_all(), keeper
+            description,
+            engine,
+            cache,
+            publisher,
+            requests,
+            threads,
+            model.guides,
+            idle_ms,
+            stack.pop_all(),
+            keeper,
+            tier_failures,
         )
 
 
@@ -260,15 +273,19 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, listener: CacheList
 
 
 def _disk_keeper(
-    kvcache: KvCacheSettings, model: _LoadedModel, parity: Parity, cluster_seed: int, publisher: EventPublisher
-) -> DiskKeeper:
-    """Open the replica's file of blocks. Raises DiskTierUnusable."""
-    check_settings(
-        kvcache.disk_kv,
-        kvcache.disk_kv_size,
-        prefix_caching=kvcache.prefix_caching,
-        ranks=1 + len(model.worker_pids),
-    )
+    kvcache: KvCacheSettings,
+    model: _LoadedModel,
+    parity: Parity,
+    cluster_seed: int,
+    publisher: EventPublisher,
+    failures: Counter[str],
+) -> DiskKeeper | None:
+    """Open the replica's file of blocks; None without one, or if the disk is broken, which `failures` then counts.
+
+    Raises DiskTierUnusable if the settings are to blame.
+    """
+    if not kvcache.disk_kv:
+        return None
     spec, pool = model.spec, model.pool
     identity = Identity(
         model=parity.model_root.hex(),
@@ -278,9 +295,20 @@ def _disk_keeper(
         block_size=kvcache.block_size,
         block_bytes=pool.block_bytes,
     )
-    file, number = open_rank_file(kvcache.disk_kv, kvcache.disk_kv_size, identity)
-    log.info("disk_kv_opened file=%s number=%d blocks=%d held=%d", file.path, number, file.slots, len(file.entries))
-    return DiskKeeper(file, publisher, pool.copy_out)
+    ranks, size = 1 + len(model.worker_pids), kvcache.disk_kv_size
+
+    def opening() -> DiskFile:
+        check_settings(kvcache.disk_kv, size, prefix_caching=kvcache.prefix_caching, ranks=ranks)
+        return open_rank_file(kvcache.disk_kv, size, identity)[0]
+
+    try:
+        file = open_in_time(opening)
+    except DiskFailure as error:
+        log.error("disk_kv_off kind=%s error=%s: blocks are not kept on disk", error.kind, error)
+        failures[error.kind] += 1
+        return None
+    log.info("disk_kv_opened file=%s blocks=%d held=%d", file.path, file.slots, len(file.entries))
+    return DiskKeeper(file, publisher, pool.copy_out, failures)
 
 
 def _engine(
@@ -391,7 +419,8 @@ class ReplicaServer(RankServer):
         guides: GuideCompiler,
         idle_ms: int,
         resources: ExitStack,
-        keeper: DiskKeeper | None = None,
+        keeper: DiskKeeper | None,
+        tier_failures: Counter[str],
     ) -> None:
         """`idle_ms`: longest wait of an idle engine. `resources` are closed when `run` returns."""
         self.description: ReplicaDescription = description
@@ -402,7 +431,7 @@ class ReplicaServer(RankServer):
         self._compiling: dict[RequestKey, Generate] = {}
         self._idle_ms = idle_ms
         self._resources = resources
-        self._keeper = keeper
+        self._keeper, self._tier_failures = keeper, tier_failures
         #: Copying out of a GPU's pool would wait for the step that runs there.
         self._busy_blocks = 0 if isinstance(engine, OverlappedEngine) else BUSY_BLOCKS
         self._throttle = ReportThrottle()
@@ -599,8 +628,8 @@ class ReplicaServer(RankServer):
     def _load(self) -> LoadReport:
         """The engine's load; requests whose constraints are being compiled wait, too."""
         load = self._engine.load()
-        if self._keeper is not None and self._keeper.failures:
-            counters = structs.replace(load.counters, tier_failures=dict(self._keeper.failures))
+        if self._tier_failures:
+            counters = structs.replace(load.counters, tier_failures=dict(self._tier_failures))
             load = structs.replace(load, counters=counters)
         return structs.replace(load, waiting=load.waiting + len(self._compiling)) if self._compiling else load
 

@@ -24,7 +24,7 @@ from ...replica.load.preflight import weight_bytes
 from ..client import get_json
 from ..config import Settings, replaced, state_folder
 from ..devices import resolve_devices
-from ..errors import ClusterError
+from ..errors import ClusterError, SettingsError
 from ..flags import NOTHING, AllSettings, Out, option, settings_of
 from ..host import SERVE_PACKAGES, DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model, text_folder
@@ -49,6 +49,7 @@ DISK_ERROR_BYTES, DISK_WARNING_BYTES = GIB // 4, 5 * GIB
 #: The smallest size that Ray accepts for its object store.
 SHARED_MEMORY_BYTES = 80 * MIB
 SEE_STATUS = "homing status shows what each replica waits for"
+CORRECT_SETTING = "correct the setting or its file: docs/settings.md"
 
 Level = Literal["ok", "warning", "error"]
 
@@ -247,7 +248,7 @@ def _values(settings: Settings) -> Finding:
         for each in prepare(settings).each_model:
             check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     except ClusterError as error:
-        return _refused("settings", error, "correct the setting or its file: docs/settings.md")
+        return _refused("settings", error, CORRECT_SETTING)
     return Finding("settings", "ok", "bounds agree, and the files that they name are there")
 
 
@@ -269,6 +270,9 @@ def _model(settings: Settings) -> Iterator[Finding]:
     try:
         folder = find_model(settings.replica)
         check_folder(folder, settings)
+    except SettingsError as error:
+        yield _refused("settings", error, CORRECT_SETTING)
+        return
     except ClusterError as error:
         yield _refused("model", error, "give a complete model folder, or a name on the Hugging Face hub")
         return

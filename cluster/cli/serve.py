@@ -322,9 +322,9 @@ class ServeRun:
 
     def _seed(self) -> int:
         """The seed of all block hashes. With blocks on disk it must be that of earlier starts, so it is kept there."""
-        folder = next((each.kvcache.disk_kv for each in self._settings.each_model if each.kvcache.disk_kv), "")
+        folders = [each.kvcache.disk_kv for each in self._settings.each_model if each.kvcache.disk_kv]
         try:
-            return cluster_seed(folder) if folder else secrets.randbits(64)
+            return cluster_seed(*folders) if folders else secrets.randbits(64)
         except DiskTierUnusable as error:
             raise SettingsError(str(error)) from error
 

@@ -115,24 +115,32 @@ class DiskWorker:
         ended = self._ended
         return [ended.popleft() for _ in range(len(ended))]
 
-    def clear(self) -> None:
-        """Forget all blocks: what is queued never happens, and what is in the file is dropped by the thread."""
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until `ended` has something to tell. False after `timeout_s`."""
+        with self._more:
+            return self._more.wait_for(lambda: bool(self._ended), max(0.0, timeout_s))
+
+    def clear(self) -> int:
+        """Forget all blocks: what is queued never happens, and what is in the file is dropped by the thread, even if
+        `close` comes first. Returns its number.
+        """
         with self._more:
             for queue in self._queues.values():
                 while queue:
                     self._ended.append(Ended(queue.popleft()[0], "disk_stale", 0.0))
-            self._queues[Write].append((0, Clear()))
+            self._numbers += 1
+            self._queues[Write].append((self._numbers, Clear()))
             self._more.notify_all()
+            return self._numbers
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or under way. False after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
         with self._more:
-            return self._more.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
+            return self._more.wait_for(self._is_idle, max(0.0, timeout_s))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the transfer under way, and close the file. If the disk hangs, leave both to the exit
-        of the process.
+        """End the thread after the transfer under way and a clear that waits; it closes the file. If the disk hangs,
+        leave both to the exit of the process.
         """
         with self._more:
             self._closing = True
@@ -140,8 +148,6 @@ class DiskWorker:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.error("disk_kv_hangs file=%s", self._file.path)
-        else:
-            self._file.close()
 
     # Everything below runs in the thread.
 
@@ -152,20 +158,26 @@ class DiskWorker:
             failure = self._transfer(transfer)
             ended = Ended(number, failure, self._clock() - began)
             with self._more:
-                if not isinstance(transfer, Clear):
-                    self._ended.append(ended)
+                self._ended.append(ended)
                 self._busy_since = None
                 self._more.notify_all()
             if isinstance(transfer, Read):
                 self._wake()
+        self._file.close()
 
     def _next(self) -> tuple[int, Transfer] | None:
         with self._more:
             self._more.wait_for(lambda: self._closing or any(self._queues.values()))
-            if self._closing:
+            if self._closing:  # a clear is in front of the writes, if there is one
+                for queue in self._queues.values():
+                    while queue and not isinstance(queue[0][1], Clear):
+                        self._ended.append(Ended(queue.popleft()[0], "disk_behind", 0.0))
+            queue = self._queues[Read] or self._queues[Write]
+            if not queue:
+                self._more.notify_all()
                 return None
             self._busy_since = self._clock()
-            return (self._queues[Read] or self._queues[Write]).popleft()
+            return queue.popleft()
 
     def _transfer(self, transfer: Transfer) -> str | None:
         try:
@@ -180,9 +192,9 @@ class DiskWorker:
                 self._logged[error.kind] = self._clock()
                 log.warning("disk_kv_failed kind=%s error=%s", error.kind, error)
             return error.kind
-        except Exception as error:  # a defect must not end the thread, which would leave requests waiting
+        except Exception:  # a defect must not end the thread, which would leave requests waiting
             log.exception("disk_kv_failed kind=disk_error")
-            return "disk_io" if isinstance(error, OSError) else "disk_error"
+            return "disk_error"
         return None
 
     def _is_idle(self) -> bool:

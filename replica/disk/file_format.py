@@ -117,7 +117,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(page: bytes) -> Header | None:
-    """The header in a file's first page; None if it is damaged or of another version."""
+    """The header in a file's first page, of any version; None if it is damaged or cannot be read by this one."""
     if len(page) < PAGE_BYTES:
         return None
     magic, check, length = _PREFIX.unpack_from(page)
@@ -125,10 +125,9 @@ def decode_header(page: bytes) -> Header | None:
     if magic != MAGIC or xxhash.xxh3_64_intdigest(text) != check:
         return None
     try:
-        header = msgspec.json.decode(text, type=Header)
+        return msgspec.json.decode(text, type=Header)
     except msgspec.DecodeError:
         return None
-    return header if header.version == VERSION else None
 
 
 def is_ours(page: bytes) -> bool:

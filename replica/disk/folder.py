@@ -11,12 +11,15 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import DiskTierUnusable
-from .disk_file import DiskFile, Transfers, check_own, open_file
+from .disk_file import DiskFailure, DiskFile, Transfers, check_own, open_file
 from .file_format import LEAST_SLOTS, PAGE_BYTES, Identity, Layout, is_ours
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,10 @@ log = logging.getLogger(__name__)
 SEED_FILE = "homing-seed"
 #: More replicas on one folder than this would be a mistake.
 MAX_FILES = 256
+#: A disk that takes longer to open a file hangs. Preallocating takes long on file systems without support for it.
+OPEN_TIMEOUT_S = 60.0
+#: A disk that says so is broken, whatever the settings.
+_BROKEN = {errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.EREMOTEIO}
 _NAME = re.compile(r"homing-(?P<identity>[0-9a-f]{32})-(?P<number>\d+)-rank(?P<rank>\d+)\.kv")
 
 
@@ -40,7 +47,9 @@ def check_settings(disk_kv: str, disk_kv_size: int, *, prefix_caching: bool = Tr
     if ranks > 1:
         raise DiskTierUnusable(f"disk_kv: replicas of {ranks} ranks cannot keep blocks on disk yet; leave it out")
     folder = _checked_folder(disk_kv)
-    disk = os.statvfs(folder if folder.exists() else folder.parent)
+    with _naming(disk_kv):
+        _check_files(folder)
+        disk = os.statvfs(folder if folder.exists() else folder.parent)
     if disk_kv_size > disk.f_blocks * disk.f_frsize:
         raise DiskTierUnusable(
             f"disk_kv_size {disk_kv_size:,}: the disk of {folder} has only "
@@ -74,6 +83,20 @@ def _checked_folder(name: str) -> Path:
     return path
 
 
+def _check_files(folder: Path) -> None:
+    """Check that the seed and the KV files in a folder, if there is one, are files of this user alone."""
+    if not folder.exists():
+        return
+    _held_seed(folder / SEED_FILE)
+    for _, status, path in _kv_files(folder):
+        if stat.S_ISLNK(status.st_mode):
+            raise DiskTierUnusable(f"disk_kv: {path} is a link; remove it, or use another folder")
+        try:
+            check_own(path, status)
+        except OSError as error:
+            raise DiskTierUnusable(f"disk_kv: {path}: {error.strerror}; remove it, or use another folder") from error
+
+
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
     try:
@@ -82,34 +105,91 @@ def _naming(name: str) -> Iterator[None]:
         raise DiskTierUnusable(f"disk_kv {name}: cannot write there: {error.strerror}") from error
 
 
-def cluster_seed(disk_kv: str) -> int:
-    """The seed of the block hashes, 64 random bits, drawn at the first start and kept in the folder `disk_kv`.
+def cluster_seed(*folders: str) -> int:
+    """The seed of the block hashes, 64 random bits, drawn at the first start and kept in each folder `disk_kv`.
 
-    Whoever knows it can search for prompts whose hashes collide, so it is for its owner's eyes only. Raises
-    DiskTierUnusable.
+    The first folder with a seed decides. Whoever knows it can search for prompts whose hashes collide, so it is for its
+    owner's eyes only. Raises DiskTierUnusable.
     """
-    path = usable_folder(disk_kv) / SEED_FILE
-    draft = path.with_name(f".{SEED_FILE}-{secrets.token_hex(4)}")
+    paths = [usable_folder(each) / SEED_FILE for each in folders]
+    held = {path: _held_seed(path) for path in paths}
+    seed = next((each for each in held.values() if each is not None), secrets.randbits(64))
+    for path, former in held.items():
+        if former is None:
+            seed = _kept_seed(path, seed)
+        elif former != seed:
+            log.warning("disk_kv_unused folder=%s reason=its seed is not that of %s", path.parent, paths[0].parent)
+    return seed
+
+
+def _held_seed(path: Path) -> int | None:
+    if not os.path.lexists(path):
+        return None
     try:
-        if not os.path.lexists(path):
-            with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-                file.write(f"{secrets.randbits(64):016x}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):  # another cluster was faster: use its seed
-                os.link(draft, path)
-            draft.unlink()
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-            check_own(path, file.fileno())
-            if os.fstat(file.fileno()).st_mode & 0o077:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            check_own(path, status)
+            if status.st_mode & 0o077:
                 raise DiskTierUnusable(f"disk_kv: others may read {path}; run chmod 600 on it, or delete it")
             text = file.read(64)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise DiskTierUnusable(f"disk_kv: cannot use {path}: {error.strerror}") from error
     if not re.fullmatch(r"[0-9a-f]{16}\n", text):
         raise DiskTierUnusable(f"disk_kv: {path} does not hold a seed; delete it (the blocks on disk are then lost)")
     return int(text, 16)
+
+
+def _kept_seed(path: Path, seed: int) -> int:
+    """Keep a seed in a folder without one. Returns another one if another cluster was faster."""
+    draft = path.with_name(f".{SEED_FILE}-{secrets.token_hex(4)}")
+    try:
+        with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(f"{seed:016x}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise DiskTierUnusable(f"disk_kv: cannot use {path}: {error.strerror}") from error
+    kept = _held_seed(path)
+    assert kept is not None, f"{path} was removed while it was written"
+    return kept
+
+
+def open_in_time(opening: Callable[[], DiskFile], timeout_s: float = OPEN_TIMEOUT_S) -> DiskFile:
+    """Open a file in a thread, as a disk that hangs must not hang the replica.
+
+    Raises DiskFailure if the disk is broken or takes longer, so that the replica can start without; what is opened too
+    late is closed. Raises DiskTierUnusable if the settings are to blame.
+    """
+    opened: Future[DiskFile] = Future()
+
+    def run() -> None:
+        try:
+            file = opening()
+        except Exception as error:
+            if opened.set_running_or_notify_cancel():
+                opened.set_exception(error)
+            return
+        if opened.set_running_or_notify_cancel():
+            opened.set_result(file)
+        else:
+            file.close()
+
+    threading.Thread(target=run, name="disk-kv-open", daemon=True).start()
+    try:
+        return opened.result(timeout_s)
+    except TimeoutError:
+        if opened.cancel():
+            raise DiskFailure("disk_slow", f"disk_kv: the disk did not open the file in {timeout_s:g} s") from None
+        return opened.result()
+    except DiskTierUnusable as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _BROKEN:
+            raise DiskFailure("disk_io", str(error)) from error
+        raise
 
 
 def open_rank_file(
@@ -159,10 +239,9 @@ def _unusable(path: Path, error: OSError, disk_kv_size: int, layout: Layout) -> 
 
 
 def _make_room(path: Path, layout: Layout) -> None:
-    """Remove unused KV files of other identities, oldest first, if a new file would not fit without."""
-    if path.exists():
-        return
-    missing = layout.file_bytes - _free_bytes(path.parent)
+    """Remove unused KV files of other identities, oldest first, if a new or growing file would not fit without."""
+    held = path.lstat().st_blocks * 512 if os.path.lexists(path) else 0
+    missing = layout.file_bytes - held - _free_bytes(path.parent)
     if missing <= 0:
         return
     wanted = _NAME.fullmatch(path.name)
@@ -191,7 +270,7 @@ def _remove_unused(path: Path) -> bool:
     except OSError:
         return False
     try:
-        check_own(path, file)
+        check_own(path, os.fstat(file))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not is_ours(os.pread(file, PAGE_BYTES, 0)):
             return False

@@ -115,6 +115,7 @@ def test_the_block_used_longest_ago_gives_way() -> None:
     for name in range(SLOTS):
         write(tier, name)
     reading = tier.begin_read(named(0))
+    tier.touch(named(0))
 
     write(tier, 4)
     assert [block.block_hash for block in tier] == [named(name) for name in (2, 3, 0, 4)]

@@ -1,6 +1,7 @@
 """A whole replica on real sockets with a small random model; transformers' `generate` is the oracle."""
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -23,9 +24,10 @@ from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
 from homing.replica.config import ReplicaSettings
+from homing.replica.disk.disk_file import DiskFile
 from homing.replica.disk.file_format import Layout, decode_header
 from homing.replica.engine.step_plan import StepPlan
-from homing.replica.errors import EngineBroken, ReplicaError, StartupError
+from homing.replica.errors import DiskTierUnusable, EngineBroken, ReplicaError, StartupError
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Constraint, Generate, Pin
 from homing.replica.parallel.rank_group import RankGroup
@@ -145,6 +147,22 @@ def test_a_replica_that_cannot_use_its_disk_says_why(folder: Path, tmp_path: Pat
         with pytest.raises(StartupError, match=message), served(folder, None, kvcache=kvcache):
             pass
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_replica_serves_without_a_broken_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache must not keep a replica from starting; the failure is reported."""
+
+    def broken(*settings: object) -> tuple[DiskFile, int]:
+        raise DiskTierUnusable("disk_kv: broken") from OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("homing.replica.server.open_rank_file", broken)
+    with served(folder, tmp_path, kvcache={"disk_kv": str(tmp_path), "disk_kv_size": 1 << 20}) as running:
+        listener = LoadListener(running)
+        client = running.client()
+        client.ask(1, [3, 4, 5])
+        client.wait(1)
+        listener.until(lambda load: load.counters.tier_failures == {"disk_io": 1})
+        listener.close()
 
 
 def test_a_description_says_how_to_reach_and_what_to_expect(replica: Served) -> None:

@@ -141,6 +141,8 @@ def test_settings_that_would_be_refused_are_errors(tmp_path: Path) -> None:
         ({"autoscale": "2:4", "replicas": "5"}, "replicas: 5 is outside autoscale 2:4"),
         ({"autoscale": "4:2"}, "autoscale: '4:2' is not MIN:MAX"),
         ({"chat_template": "/nowhere/chat.jinja"}, "chat_template: no such file"),
+        ({"disk_kv": "/nowhere/kv", "disk_kv_size": "1"}, "disk_kv /nowhere/kv: /nowhere is not a folder"),
+        ({"disk_kv": "/"}, "disk_kv_size 0: set the bytes"),
         ({"response_store": "/nowhere/responses"}, "response_store: folder /nowhere does not exist"),
         ({"api_keys_file": "/nowhere/keys.yaml"}, "api_keys_file: "),
     ],

@@ -28,11 +28,13 @@ def entry(name: int, slot: int, generation: int) -> DiskEntry:
 
 
 class FaultyTransfers(Transfers):
-    """Calls `fault(kind, number, ...)` for the n-th read or write; None: nothing is wrong with it."""
+    """Calls these instead of reading and writing; None: nothing is wrong with it."""
 
     def __init__(self) -> None:
         self.read_fault: Callable[[int, memoryview, int], int] | None = None
         self.write_fault: Callable[[int, memoryview, int], int] | None = None
+        self.sync_fault: Callable[[int, memoryview, int], int] | None = None
+        self.synced = 0  #: number of calls
 
     def read(self, file: int, into: memoryview, offset: int) -> int:
         if self.read_fault:
@@ -43,6 +45,11 @@ class FaultyTransfers(Transfers):
         if self.write_fault:
             return self.write_fault(file, data, offset)
         return super().write(file, data, offset)
+
+    def sync(self, file: int) -> None:
+        self.synced += 1
+        if self.sync_fault:
+            self.sync_fault(file, memoryview(b""), 0)
 
 
 def failing(number: int) -> Callable[[int, memoryview, int], int]:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from homing.replica.disk.disk_file import DiskFailure, DiskFile, open_file
-from homing.replica.disk.file_format import DiskEntry, Identity, decode_header
+from homing.replica.disk.file_format import DiskEntry, Identity, decode_header, encode_header
 
 from .blocks import (
     BLOCK_BYTES,
@@ -24,6 +24,7 @@ from .blocks import (
     FaultyTransfers,
     entry,
     failing,
+    flipped,
     kv_of,
 )
 
@@ -121,16 +122,99 @@ def test_a_process_killed_anywhere_leaves_right_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", READ_FAULTS)
-def test_a_failed_read_is_named_and_the_next_one_works(path: Path, case: str) -> None:
+def test_a_failed_read_is_named_and_ends_the_block(path: Path, case: str) -> None:
+    """Also over a restart, which would otherwise try the same bad block each time. Others can be read."""
     fault, kind = READ_FAULTS[case]
-    transfers, one = FaultyTransfers(), entry(1, 3, 1)
+    transfers, one, two = FaultyTransfers(), entry(1, 3, 1), entry(2, 4, 2)
     file = opened(path, transfers=transfers)
-    put(file, one)
+    put(file, one, two)
 
     transfers.read_fault = fault
     assert failure(file, one) == kind
     transfers.read_fault = None
-    assert got(file, one) == kv_of(one.block_hash)
+    assert failure(file, one) == "disk_stale"
+    assert got(file, two) == kv_of(two.block_hash)
+    file.close()
+    file = opened(path)
+    assert file.entries == [two]
+    file.close()
+
+
+def test_a_failed_read_ends_the_block_though_its_record_cannot_be_erased(path: Path) -> None:
+    """It is erased when the slot is used again, before new KV is written."""
+    transfers, one, new = FaultyTransfers(), entry(1, 3, 1), entry(2, 3, 2)
+    file = opened(path, transfers=transfers)
+    put(file, one)
+    transfers.read_fault, transfers.write_fault = flipped, failing(errno.EIO)
+    assert [failure(file, one), failure(file, one)] == ["disk_checksum", "disk_stale"]
+
+    transfers.write_fault = lambda fd, data, at: (
+        failing(errno.EIO)(fd, data, at) if len(data) > 8192 else os.pwrite(fd, data, at)
+    )
+    with pytest.raises(DiskFailure):
+        put(file, new)
+    file.close()
+    file = opened(path)
+    assert file.entries == []
+    file.close()
+
+
+@pytest.mark.parametrize("later", ["a block", "the end", "a restart"])
+@pytest.mark.parametrize("fault", [failing(errno.EIO), lambda fd, data, at: os.pwrite(fd, data[:20], at) and 0])
+def test_a_clear_that_fails_is_made_up_for_before_anything_is_written(path: Path, fault, later: str) -> None:
+    """Nothing from before it may come back, and nothing after it may get lost by a number that is not on disk."""
+    transfers, old, new = FaultyTransfers(), entry(1, 3, 1), entry(2, 4, 2)
+    file = opened(path, transfers=transfers)
+    put(file, old)
+    transfers.write_fault = fault
+    with pytest.raises(DiskFailure):
+        file.clear()
+    assert failure(file, old) == "disk_stale"
+    with pytest.raises(DiskFailure):
+        put(file, new)
+
+    if later != "a restart":
+        transfers.write_fault = None
+    if later == "a block":
+        put(file, new)
+        assert got(file, new) == kv_of(new.block_hash)
+    file.close()
+    file = opened(path)
+    assert file.entries == ([new] if later == "a block" else [])
+    assert [got(file, each) for each in file.entries] == [kv_of(each.block_hash) for each in file.entries]
+    file.close()
+
+
+def test_a_clear_is_on_disk_before_it_is_done(path: Path) -> None:
+    """After a power cut, the blocks from before it would come back."""
+    transfers = FaultyTransfers()
+    file = opened(path, transfers=transfers)
+    assert transfers.synced == 1
+    transfers.sync_fault = failing(errno.EIO)
+    with pytest.raises(DiskFailure):
+        file.clear()
+    transfers.sync_fault = None
+    put(file, entry(1, 3, 1))
+    assert transfers.synced == 3
+    file.close()
+
+
+def test_records_that_cannot_be_read_cost_their_blocks_only(path: Path) -> None:
+    """Reads may also end early, and then go on."""
+    transfers, one = FaultyTransfers(), entry(1, 3, 1)
+    file = opened(path)
+    put(file, one)
+    file.close()
+    transfers.read_fault = lambda fd, into, at: os.preadv(fd, [into[:100]], at)
+    file = opened(path, transfers=transfers)
+    assert (file.entries, file.failures) == ([one], {})
+    file.close()
+    transfers.read_fault = lambda fd, into, at: 0
+    with pytest.raises(OSError, match="only 0 bytes of"):
+        opened(path, transfers=transfers)
+    transfers.read_fault = lambda fd, into, at: (failing(errno.EIO) if at else os.preadv)(fd, [into], at)
+    file = opened(path, transfers=transfers)
+    assert (file.entries, file.failures) == ([], {"disk_io": 1})
     file.close()
 
 
@@ -246,18 +330,32 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("identity", OTHER.values(), ids=OTHER)
-def test_blocks_of_another_identity_are_dropped(path: Path, identity: Identity) -> None:
+@pytest.mark.parametrize("other", OTHER)
+def test_a_file_of_another_identity_is_named_and_left_as_it_is(path: Path, other: str) -> None:
+    """Files are named after their identity, so somebody has moved it here."""
     file = opened(path)
     put(file, entry(1, 3, 1))
     file.close()
-    for each in (identity, IDENTITY):
-        file = opened(path, each)
-        assert file.entries == []
-        file.close()
+    with pytest.raises(OSError, match="it holds blocks of another") as error:
+        opened(path, OTHER[other])
+    assert other in str(error.value).replace("_", " ").replace("root", "model")
+    file = opened(path)
+    assert len(file.entries) == 1
+    file.close()
 
 
-def test_a_damaged_header_or_another_version_drops_the_blocks(path: Path) -> None:
+@pytest.mark.parametrize(("field", "value"), [("version", 2), ("rank", 1)])
+def test_a_file_of_another_version_or_rank_is_named_and_left_as_it_is(path: Path, field: str, value: int) -> None:
+    file = opened(path)
+    file.close()
+    page = encode_header(replace(file.header, **{field: value}))
+    changed(path, 0, page)
+    with pytest.raises(OSError, match=f"it holds blocks of another {field}"):
+        opened(path)
+    assert path.read_bytes()[:4096] == page
+
+
+def test_a_damaged_header_or_another_size_drops_the_blocks(path: Path) -> None:
     file = opened(path)
     put(file, entry(1, 3, 1))
     file.close()
@@ -268,6 +366,10 @@ def test_a_damaged_header_or_another_version_drops_the_blocks(path: Path) -> Non
     assert decode_header(path.read_bytes()[:4096]) is None
     file = opened(path)
     assert file.entries == []
+    put(file, entry(1, 3, 1))
+    file.close()
+    file = opened(path, slots=SLOTS + 1)
+    assert (file.entries, file.slots) == ([], SLOTS + 1)
     file.close()
 
 

@@ -1,5 +1,6 @@
 """The engine's thread never waits for the disk: what does not fit into the queues is refused."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from homing.replica.disk.disk_file import DiskFile, Transfers, open_file
 from homing.replica.disk.disk_worker import DiskWorker, Ended, Read, Write
 
-from .blocks import BLOCK_BYTES, IDENTITY, SLOTS, FaultyTransfers, entry, flipped, kv_of
+from .blocks import BLOCK_BYTES, IDENTITY, SLOTS, FaultyTransfers, entry, failing, flipped, kv_of
 
 
 class Gate(Transfers):
@@ -126,12 +127,15 @@ def test_failures_end_transfers_not_the_thread(tmp_path: Path) -> None:
     def defect(file: int, into: memoryview, offset: int) -> int:
         raise ZeroDivisionError
 
+    again = writing(2, 4, 2)
+    worker.start(again)
+    assert ended(worker) == [(3, None)]
     transfers.read_fault = defect
-    worker.start(reading(write))
-    assert ended(worker) == [(3, "disk_error")]
+    worker.start(reading(again))
+    assert ended(worker) == [(4, "disk_error")]
     transfers.read_fault = None
-    worker.start(reading(write))
-    assert ended(worker) == [(4, None)]
+    worker.start(reading(again))
+    assert ended(worker) == [(5, None)]
     worker.close()
 
 
@@ -160,11 +164,41 @@ def test_clearing_drops_what_is_queued_and_what_is_on_disk(tmp_path: Path, gate:
     after = writing(4, 0, 4)
     worker.start(after)
     gate.open.set()
-    assert ended(worker) == [(3, "disk_stale"), (2, None), (4, None)]
+    assert ended(worker) == [(3, "disk_stale"), (2, None), (4, None), (5, None)]
     worker.close()
     file = opened(tmp_path, gate)
     assert file.entries == [after.entry]
     file.close()
+
+
+def test_a_clear_happens_though_the_end_comes_first(tmp_path: Path, gate: Gate) -> None:
+    """A restart would otherwise serve what was cleared. What was queued after it is not written."""
+    worker = DiskWorker(opened(tmp_path, gate))
+    worker.start(writing(1, 0, 1))
+    assert ended(worker) == [(1, None)]
+    gate.open.clear()
+    gate.waits.clear()
+    worker.start(writing(2, 1, 2))
+    assert gate.waits.wait(60)
+    worker.clear()
+    worker.start(writing(3, 2, 3))
+    worker.close(timeout_s=0.01)
+    gate.open.set()
+    worker.close(timeout_s=60)
+    assert [(each.number, each.failure) for each in worker.ended()] == [(2, None), (3, None), (4, "disk_behind")]
+    file = opened(tmp_path, gate)
+    assert file.entries == []
+    file.close()
+
+
+def test_a_clear_that_fails_is_reported(tmp_path: Path) -> None:
+    transfers = FaultyTransfers()
+    worker = DiskWorker(opened(tmp_path, transfers))
+    transfers.write_fault = failing(errno.EIO)
+    assert worker.clear() == 1
+    assert ended(worker) == [(1, "disk_io")]
+    transfers.write_fault = None
+    worker.close()
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path: Path, gate: Gate) -> None:

@@ -1,17 +1,20 @@
 """Settings that cannot work are refused by name before anything is changed; replicas share a folder, not files."""
 
+import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from homing.replica.disk.disk_file import DiskFile
+from homing.replica.disk.disk_file import DiskFailure, DiskFile
 from homing.replica.disk.file_format import Identity
-from homing.replica.disk.folder import SEED_FILE, check_settings, cluster_seed, open_rank_file
+from homing.replica.disk.folder import SEED_FILE, check_settings, cluster_seed, open_in_time, open_rank_file
 from homing.replica.errors import DiskTierUnusable
 
-from .blocks import IDENTITY, entry, kv_of
+from .blocks import IDENTITY, FaultyTransfers, entry, failing, kv_of
 
 SIZE = 1 << 20
 
@@ -20,7 +23,7 @@ def checked(folder: object, size: int = SIZE, *, caches: bool = True, ranks: int
     check_settings(str(folder), size, prefix_caching=caches, ranks=ranks)
 
 
-def opened(folder: Path, identity: Identity = IDENTITY, size: int = SIZE, **named: int) -> tuple[DiskFile, int]:
+def opened(folder: Path, identity: Identity = IDENTITY, size: int = SIZE, **named: Any) -> tuple[DiskFile, int]:
     return open_rank_file(str(folder), size, identity, **named)
 
 
@@ -53,6 +56,44 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         assert message in text
         assert text.startswith("disk_kv"), text
     assert sorted(os.listdir(tmp_path)) == ["dangling", "file"]
+
+
+def test_files_in_the_folder_that_no_replica_may_use_are_named(tmp_path: Path) -> None:
+    """Before a model is loaded, and again when it is; nothing in the folder is changed."""
+    file, _ = opened(tmp_path)
+    file.close()
+    name = file.path.name
+    file.path.rename(tmp_path / "moved")
+    (tmp_path / "theirs").mkdir()
+    makers = {
+        f"{name} is a link": lambda: file.path.symlink_to(tmp_path / "moved"),
+        f"{name}: it is also linked": lambda: file.path.hardlink_to(tmp_path / "moved"),
+        f"{name}: not a regular file": lambda: file.path.mkdir(),
+    }
+    if os.geteuid() == 0:
+        makers[f"{name}: it belongs to user 4242"] = lambda: (file.path.touch(), os.chown(file.path, 4242, -1))
+    for message, make in makers.items():
+        make()
+        text = refusal(checked, tmp_path)
+        assert message in text
+        assert text.startswith("disk_kv: "), text
+        assert str(file.path) in refusal(opened, tmp_path)
+        assert os.path.lexists(file.path)
+        file.path.rmdir() if file.path.is_dir() and not file.path.is_symlink() else file.path.unlink()
+    checked(tmp_path)
+    (tmp_path / SEED_FILE).write_text("17")
+    (tmp_path / SEED_FILE).chmod(0o600)
+    assert "does not hold a seed" in refusal(checked, tmp_path)
+
+
+def test_a_file_of_another_model_under_this_ones_name_is_left_alone(tmp_path: Path) -> None:
+    file, _ = opened(tmp_path)
+    file.close()
+    other = replace(IDENTITY, root="00" * 16)
+    moved = file.path.rename(tmp_path / f"homing-{other.digest().hex()}-0-rank0.kv")
+    assert f"disk_kv: cannot use {moved}: it holds blocks of another root" in refusal(opened, tmp_path, other)
+    moved.rename(file.path)
+    opened(tmp_path)[0].close()
 
 
 def test_good_settings_change_nothing(tmp_path: Path) -> None:
@@ -138,6 +179,47 @@ def test_unused_files_of_other_identities_give_way_when_the_disk_is_full(
         each.close()
 
 
+def test_a_disk_that_hangs_or_is_broken_is_told_from_wrong_settings(tmp_path: Path) -> None:
+    """The replica then starts without. A file that is opened too late is released for the next start."""
+    transfers, go = FaultyTransfers(), threading.Event()
+    transfers.read_fault = failing(errno.EIO)
+    with pytest.raises(DiskFailure, match="Input/output error") as error:
+        open_in_time(lambda: opened(tmp_path, transfers=transfers)[0])
+    assert error.value.kind == "disk_io"
+
+    def hanging(file: int, into: memoryview, offset: int) -> int:
+        go.wait()
+        return os.preadv(file, [into], offset)
+
+    transfers.read_fault = hanging
+    threads = set(threading.enumerate())
+    with pytest.raises(DiskFailure, match=r"did not open the file in 0\.01 s") as error:
+        open_in_time(lambda: opened(tmp_path, transfers=transfers)[0], timeout_s=0.01)
+    assert error.value.kind == "disk_slow"
+    go.set()
+    for each in set(threading.enumerate()) - threads:
+        each.join(60)
+    file, number = opened(tmp_path)
+    assert number == 0
+    file.close()
+    assert "it holds only" in refusal(open_in_time, lambda: opened(tmp_path, size=4096)[0])
+    assert open_in_time(lambda: opened(tmp_path)[0]).close() is None
+
+
+def test_room_is_made_for_a_file_that_grows_or_was_never_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that found no space leaves an empty file; the next one must not take that for its space."""
+    other, _ = opened(tmp_path, replace(IDENTITY, root="00" * 16))
+    other.close()
+    monkeypatch.setattr("homing.replica.disk.folder._free_bytes", lambda folder: 0)
+    digest = IDENTITY.digest().hex()
+    (tmp_path / f"homing-{digest}-0-rank0.kv").touch()
+    file, _ = opened(tmp_path)
+    assert not other.path.exists()
+    file.close()
+
+
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     file, _ = opened(tmp_path)
     file.close()
@@ -161,6 +243,21 @@ def test_the_seed_is_drawn_once_and_for_its_owner_only(tmp_path: Path) -> None:
     assert (folder / SEED_FILE).stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
     assert cluster_seed(str(tmp_path)) != seed
+
+
+def test_models_with_folders_of_their_own_share_a_seed_in_any_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So each model finds its blocks again if it is served first, alone, or with others."""
+    folders = [str(tmp_path / name) for name in "abc"]
+    seed = cluster_seed(*folders[:2])
+    assert cluster_seed(folders[2], folders[1]) == cluster_seed(folders[2]) == seed
+
+    other = cluster_seed(str(tmp_path / "other"))
+    assert not caplog.records
+    assert cluster_seed(*folders, str(tmp_path / "other")) == seed
+    assert "its seed is not that of" in caplog.text
+    assert cluster_seed(str(tmp_path / "other")) == other, "blocks there can still be used alone"
 
 
 def test_a_seed_that_others_could_read_or_have_made_is_refused(tmp_path: Path) -> None:
