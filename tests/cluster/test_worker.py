@@ -10,8 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
+#: A process that a script starts in the background inherits that it ignores SIGINT.
 PROGRAM = """
 import asyncio, os, signal, socket, sys
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 from homing.cluster.errors import ClusterError
 from homing.cluster.worker import Worker, run_worker
 
