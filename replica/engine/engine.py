@@ -58,7 +58,7 @@ class Executor(Protocol):
         """Allocate the KV pool on all ranks, replacing any previous one."""
 
     def allocate_host(self, slots: int) -> None:
-        """Allocate host memory for so many blocks on all ranks. Raises StartupError."""
+        """Allocate host memory for so many blocks on all ranks; 0 frees it. Raises StartupError."""
 
     def move(self, saves: Sequence[Save], loads: Sequence[Load]) -> Sequence[str | None]:
         """Move blocks between the pool and host memory, saves first, before later steps. For each load, why it failed,

@@ -166,9 +166,9 @@ class ModelRunner:
             self._memory.begin()
 
     def allocate_host(self, slots: int) -> None:
-        """Allocate host memory for so many blocks. Call after `allocate_kv`. Raises StartupError."""
+        """Allocate host memory for so many blocks; 0 frees it. Call after `allocate_kv`. Raises StartupError."""
         assert self.pool is not None, "allocate_host before allocate_kv"
-        self.host = HostStore(slots, self.pool)
+        self.host = HostStore(slots, self.pool) if slots else None
 
     def move(self, saves: Sequence[Save], loads: Sequence[Load]) -> list[str | None]:
         """Move blocks between the pool and host memory, before later steps. For each load, why it failed, or None.

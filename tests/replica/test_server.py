@@ -137,6 +137,66 @@ def test_blocks_on_disk_answer_after_a_restart_unless_they_are_damaged(folder: P
     assert cached == [0, 31, 0]
 
 
+#: Ids of four prompts that share nothing, of six blocks of 8 and a bit; a pool of 14 blocks holds two.
+SPREAD = [list(range(start, start + 50)) for start in (3, 53, 103, 153)]
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [("auto", "off"), ("fp8", "off"), ("auto", "on")])
+def test_prompts_that_the_pool_evicted_are_loaded_from_host_memory(
+    folder: Path, tmp_path: Path, kind: str, overlap: str
+) -> None:
+    """The working set is three times the pool. A bit that flips in host memory is found, and the block is computed; a
+    reset leaves nothing there. The answers are those of the first time in all cases.
+    """
+    options: dict[str, Any] = {
+        "kvcache": {"num_kv_blocks": 15, "host_kv_memory": 1 << 20},
+        "settings": {
+            "kv_cache_dtype": kind,
+            "overlap_steps": overlap,
+            "dtype": "bfloat16" if kind == "fp8" else "float32",
+        },
+    }
+    with served(folder, tmp_path, **options) as running:
+        client, listener = running.client(), LoadListener(running)
+
+        def ask(first: int) -> list[list[int]]:
+            for number, prompt in enumerate(SPREAD, start=first):
+                client.ask(number, prompt, max_tokens=12)
+                client.wait(number)
+            return [client.tokens(number) for number in range(first, first + len(SPREAD))]
+
+        computed, loaded = ask(0), ask(4)
+        outputs = [client.outputs[number][0] for number in range(8)]
+        assert [output.cached_tokens for output in outputs] == [0] * 4 + [48] * 4
+        assert [dict(output.loaded_tokens) for output in outputs[4:]] == [{"CPU": 48}] * 4
+        assert loaded == computed
+        report = listener.until(lambda load: load.counters.host_hit_tokens == 192)
+        (tier,) = report.tiers
+        assert tier.medium == "CPU"
+        assert 24 <= tier.used_blocks <= tier.total_blocks
+        assert tier.load_block_s > 0
+
+        store = running.server._engine._executor.host  # between steps: nothing runs
+        store.rows[:, 5] ^= 1
+        assert ask(8) == computed
+        assert (
+            listener.until(lambda load: "host_corrupt" in load.counters.tier_failures).counters.host_hit_tokens == 192
+        )
+        assert client.reset_cache(1)
+        assert ask(12) == computed
+        assert [client.outputs[number][0].cached_tokens for number in range(12, 16)] == [0] * 4
+        listener.close()
+
+
+def test_a_replica_that_cannot_have_its_host_memory_says_why(folder: Path) -> None:
+    for memory, message in (
+        (100, r"host_kv_memory 100: it holds 0 blocks of 4,096 bytes; set at least 65,536"),
+        (1 << 50, r"host_kv_memory 1,125,899,906,842,624: the machine has [\d,]+ bytes left"),
+    ):
+        with pytest.raises(StartupError, match=message), served(folder, None, kvcache={"host_kv_memory": memory}):
+            pass
+
+
 def test_a_replica_that_cannot_use_its_disk_says_why(folder: Path, tmp_path: Path) -> None:
     """Nothing stays open or behind; the setting to change is named."""
     (tmp_path / "file").write_text("mine")
