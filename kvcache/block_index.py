@@ -14,7 +14,7 @@ from itertools import chain
 from struct import Struct
 from typing import Protocol
 
-from .hashing import TOKEN_BYTES, BlockHash
+from .hashing import TOKEN_BYTES, BlockHash, content_digest
 from .holds import Holds
 from .partial_match import PartialHit, PartialMatcher
 from .pool import Block, BlockId, BlockState
@@ -24,8 +24,9 @@ class LowerTier(Protocol):
     """Takes what leaves the pool. Called synchronously, in the cache's thread. Must not block or call the cache."""
 
     def evicted(self, blocks: Sequence[Block]) -> None:
-        """These blocks are about to lose their hashes, the last block of a chain first. Their KV stays as it is until
-        the next step, or until the caller of the cache writes to them.
+        """These blocks, whose `content` is known, are about to lose their hashes, the last block of a chain first.
+
+        Their KV stays as it is until the next step, or until the caller of the cache writes to them.
         """
 
     def cleared(self) -> None:
@@ -185,6 +186,7 @@ class BlockIndex:
                 block.block_hash = block_hash
                 block.parent = previous
                 block.tokens = content
+                block.content = None
                 block.children = follower
                 if block_hash in awaited:
                     self._holds.extend(block, block_hash)
@@ -221,6 +223,7 @@ class BlockIndex:
         block.block_hash = block_hash
         block.parent = parent
         block.tokens = content
+        block.content = None
         return True
 
     def _keep_private(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
@@ -252,6 +255,22 @@ class BlockIndex:
                     content = tokens[begin * self._block_bytes : end * self._block_bytes]
                     self._listener.stored(before, hashes[begin:end], content, "" if before else salt)
             begin = end + 1
+
+    def know_content(self, blocks: Sequence[Block]) -> None:
+        """Set the `content` of these cached blocks, and of those before them."""
+        for last in blocks:
+            path: list[Block] = []
+            block, before = last, last.content
+            while before is None:
+                path.append(block)
+                assert block.parent is not None, f"{block} is cached but has no parent"
+                if block.first:
+                    before = block.parent
+                else:
+                    block = self.blocks[block.parent]
+                    before = block.content
+            for block in reversed(path):
+                before = block.content = content_digest(before, block.tokens)
 
     def remove(self, blocks: Sequence[Block]) -> None:
         """These blocks are evicted: they lose their hash."""

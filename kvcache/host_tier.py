@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .block_index import CacheListener
-from .hashing import BlockHash, token_bytes
+from .hashing import BlockHash
 from .pool import Block
 
 HOST = "CPU"
@@ -25,6 +25,7 @@ class HostBlock:
     parent: BlockHash  #: hash of the block before, or the root
     first: bool  #: whether it starts a chain
     tokens: bytes  #: uint32 little-endian
+    content: bytes  #: digest of all tokens up to its end (`content_digest`)
     salt: str  #: of a chain's first block, else empty
     slot: int
     generation: int
@@ -33,11 +34,10 @@ class HostBlock:
 class HostTier:
     """The blocks in host memory, by hash."""
 
-    def __init__(self, slots: int, block_size: int, listener: CacheListener | None = None) -> None:
+    def __init__(self, slots: int, listener: CacheListener | None = None) -> None:
         assert slots > 0, f"a tier of {slots} blocks"
         self.slots = slots
         self.evicted = 0  #: blocks that gave way to others
-        self._block_size = block_size
         self._listener = listener
         #: The block that gives way first in front.
         self._held: OrderedDict[BlockHash, HostBlock] = OrderedDict()
@@ -75,6 +75,7 @@ class HostTier:
         for block in blocks:
             assert block.block_hash is not None, f"{block} has no hash"
             assert block.parent is not None, f"{block} has a hash, but no parent"
+            assert block.content is not None, f"{block} has a hash, but its content is not known"
             assert block.block_hash not in self._held, f"{block} is in the tier"
             self._generation += 1
             place = HostBlock(
@@ -82,6 +83,7 @@ class HostTier:
                 block.parent,
                 block.first,
                 block.tokens,
+                block.content,
                 block.salt if block.first else "",
                 self._free.pop(),
                 self._generation,
@@ -91,21 +93,14 @@ class HostTier:
         self._announce(placed)
         return placed
 
-    def run(
-        self, root: BlockHash, hashes: Sequence[BlockHash], tokens: Sequence[int], start: int, end: int
-    ) -> list[HostBlock]:
-        """The blocks of a prompt from number `start` on, before number `end`, up to the first that is not here.
+    def run(self, hashes: Sequence[BlockHash]) -> list[HostBlock]:
+        """The blocks with these hashes, up to the first that is not here.
 
-        `hashes` are the prompt's, `tokens` its ids. A block of the same hash that holds another prefix ends the run.
+        Hashes may collide: the caller must compare `content`, as the blocks before them need not be here.
         """
         found: list[HostBlock] = []
-        for number in range(start, end):
-            block = self._held.get(hashes[number])
+        for block in map(self._held.get, hashes):
             if block is None:
-                break
-            content = token_bytes(tokens[number * self._block_size : (number + 1) * self._block_size])
-            parent = hashes[number - 1] if number else root
-            if (block.parent, block.first, block.tokens) != (parent, not number, content):
                 break
             found.append(block)
         return found

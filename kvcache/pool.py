@@ -49,6 +49,7 @@ class Block:
         "block_hash",
         "block_id",
         "children",
+        "content",
         "first",
         "newer",
         "older",
@@ -72,6 +73,8 @@ class Block:
         self.first = False
         #: Names the first block of a chain to listeners; valid only while `first`.
         self.salt = ""
+        #: `content_digest` of the prefix that ends with it; None until it is asked for.
+        self.content: bytes | None = None
         #: The blocks that follow this one, maintained by `PartialMatcher`; valid only while this copy is in the index.
         self.children: BlockHash | Siblings | None = None
         #: The dictionary that contains this block's hash, if any.

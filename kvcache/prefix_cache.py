@@ -231,6 +231,7 @@ class PrefixCache:
         evicted = self.idle.take_oldest(count)
         self.counters.evicted_tokens += count * self.block_size
         if self._lower is not None:
+            self._index.know_content(evicted)
             self._lower.evicted(evicted)
         self._index.remove(evicted)
         return evicted

@@ -290,7 +290,7 @@ def _host_blocks(
         model.executor.allocate_host(0)
         return None
     log.info("host_kv_ready blocks=%d load_us=%.0f compute_us=%.0f", slots, block_s * 1e6, compute_s * 1e6)
-    tier = HostTier(slots, kvcache.block_size, listener)
+    tier = HostTier(slots, listener)
     return HostBlocks(tier, model.executor.move, time.perf_counter, block_s=block_s, failures=failures)
 
 

@@ -79,6 +79,8 @@ class RequestState:
     #: One hash for each full block of `tokens`.
     hashes: list[BlockHash]
     sampling: SamplingParams
+    #: `content_digest` of the leading blocks, as far as a tier asked for them.
+    contents: list[bytes] = field(default_factory=list)
     #: Names the first block on the event stream.
     salt: str = ""
     priority: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from ...kvcache.hashing import BlockHash, BlockHasher
+from ...kvcache.hashing import BlockHash, BlockHasher, content_digest
 from ...kvcache.host_tier import HOST, HostBlock
 from ...kvcache.pool import BlockId
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
@@ -51,7 +51,18 @@ class RequestBlocks:
         if self._host is None or start >= end or (match.partial is not None and most is None):
             return []
         end = end if most is None else min(end, start + most)
-        return self._host.tier.run(request.root, request.hashes, request.tokens, start, end)
+        run = self._host.tier.run(request.hashes[start:end])
+        contents = self._contents(request, start + len(run))[start:] if run else []
+        wrong = (at for at, block in enumerate(run) if block.content != contents[at])
+        return run[: next(wrong, len(run))]
+
+    def _contents(self, request: RequestState, count: int) -> list[bytes]:
+        """The digests of a request's first blocks, at least so many."""
+        size, known = self._block_size, request.contents
+        for number in range(len(known), count):
+            tokens = request.token_bytes(number * size, (number + 1) * size)
+            known.append(content_digest(known[-1] if known else request.root, tokens))
+        return known
 
     def expect(self, request: RequestState) -> PrefixMatch:
         """Record the cached tokens and the blocks that a request would find and take now; return its prefix."""

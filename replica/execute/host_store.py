@@ -5,33 +5,30 @@ damaged bytes, or of another block than the caller expects, fails instead of giv
 order of the device's stream and checksums are taken once a save has ended. Not run on a GPU yet.
 """
 
-import mmap
 from collections.abc import Sequence
 
 import torch
 import xxhash
 
-from ..attention.paged import KvPool
+from ..attention.paged import KvPool, zeros
 from ..engine.step_plan import Load, Save
 from ..errors import StartupError
 
 #: Why a load failed; codes are places in this tuple, plus 1.
 FAILURES = ("host_stale", "host_corrupt")
 STALE, CORRUPT = 1, 2
-#: Flags of memory that no other process shares; 0 on systems without them.
-_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
 def _memory(slots: int, block_bytes: int, device: torch.device) -> torch.Tensor:
     """[slots, block_bytes] uint8: pinned for a GPU, else taken from the system page by page on first write."""
-    size = slots * block_bytes
     try:
         if device.type == "cuda":
             return torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=True)
-        pages = mmap.mmap(-1, size, **({"flags": _PRIVATE} if _PRIVATE else {}))
-        return torch.frombuffer(pages, dtype=torch.uint8).view(slots, block_bytes)
+        return zeros((slots, block_bytes), torch.uint8, device)
     except (OSError, RuntimeError, ValueError) as error:
-        raise StartupError(f"host_kv_memory: a rank cannot get {size:,} bytes of host memory: {error}") from error
+        raise StartupError(
+            f"host_kv_memory: a rank cannot get {slots * block_bytes:,} bytes of host memory: {error}"
+        ) from error
 
 
 class HostStore:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from homing.kvcache.hashing import BlockHasher
+from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.host_tier import HostTier
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
@@ -20,7 +20,7 @@ from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.messages import Pin, TokenOutput
 
-from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, undisturbed
+from ..fakes import ROOT, VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, undisturbed
 from .test_overlapped import FakeLauncher
 
 EOS = 96
@@ -55,16 +55,16 @@ class Rig:
     overlapped: bool = False
     drafter: Drafter | None = None
     block_s: float = 0.001
+    hasher: BlockHasher = field(default_factory=lambda: BlockHasher(BLOCK, seed=3))
     answers: dict[int, list[TokenOutput]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hasher = BlockHasher(BLOCK, seed=3)
         self.resident = Resident()
         self.clock = FakeClock(tick=0.001)
         launcher = FakeLauncher if self.overlapped else FakeExecutor
         self.executor = launcher(FakeModel(self.blocks + 1, BLOCK))
         self.failures = Counter[str]()
-        self.tier = HostTier(self.slots, BLOCK, self.resident)
+        self.tier = HostTier(self.slots, self.resident)
         self.host = HostBlocks(self.tier, self.executor.move, self.clock, block_s=self.block_s, failures=self.failures)
         self.cache = PrefixCache(
             self.blocks + 1, BLOCK, listener=self.resident, pin_limits=PinLimits(0.5, 0.5), lower=self.host
@@ -192,6 +192,33 @@ def test_what_cannot_be_saved_in_time_is_counted_and_lost() -> None:
     assert 0 < rig.host.saved < evicted
     assert rig.failures["host_behind"] == evicted - rig.host.saved
     assert rig.tokens(3) == undisturbed(LONG[0], 4)
+
+
+class CollidingHasher(BlockHasher):
+    """Hashes that depend on a block's last token only."""
+
+    def chain(self, parent, tokens):
+        size = BLOCK * 4
+        return [BlockHash(tokens[end - 4 : end] * 4) for end in range(size, len(tokens) + 1, size)]
+
+
+def test_a_block_that_follows_another_prefix_of_the_same_hash_is_not_loaded() -> None:
+    """XXH3 collides for whoever wants it to. The second block, its hash and its parent's hash are those of the prompt;
+    only the tokens before it differ, and its KV depends on them.
+    """
+    rig = Rig(hasher=CollidingHasher(BLOCK, seed=3))
+    one, other = [1, 2, 3, 9, 5, 6, 7, 8, 10, 11], [4, 4, 4, 9, 5, 6, 7, 8, 10, 11]
+    rig.ask(0, one)
+    for number, prompt in enumerate(LONG, start=1):
+        rig.ask(number, prompt)
+    assert len(rig.tier.run(rig.hasher.chain(ROOT, token_bytes(one)))) == 2
+    rig.ask(4, other[:6], max_tokens=1)  # the pool now holds its first block, under the hash of the other's
+
+    output = rig.ask(5, other)
+
+    assert (output.cached_tokens, output.loaded_tokens) == (4, ())
+    assert rig.tokens(5) == undisturbed(other, 4)
+    assert rig.tokens(0) == undisturbed(one, 4)
 
 
 @st.composite
