@@ -39,7 +39,7 @@ class HostBlocks:
         self.tier = tier
         self.failures: Counter[str] = Counter() if failures is None else failures
         self.saved = self.loaded = 0  #: blocks
-        self._spent_s = 0.0
+        self._moved_s = 0.0
         self._move = move
         self._clock = clock
         self._block_s = block_s
@@ -52,6 +52,7 @@ class HostBlocks:
             self.failures["host_behind"] += len(missing) - room
             missing = missing[len(missing) - room :]
         ids = {block.block_hash: block.block_id for block in missing}
+        self._moved_s += len(missing) * self._block_s
         for place in self.tier.add(missing):
             self._saves.append((place, Save(ids[place.block_hash], place.slot, place.generation)))
 
@@ -72,10 +73,10 @@ class HostBlocks:
         self.tier.loaded(run[:good])
         return good
 
-    def take_spent_s(self) -> float:
-        """Seconds that moves took since the last call."""
-        spent, self._spent_s = self._spent_s, 0.0
-        return spent
+    def take_moved_s(self) -> float:
+        """Seconds that moves take, of those begun since the last call; of saves, which come later, an estimate."""
+        moved_s, self._moved_s = self._moved_s, 0.0
+        return moved_s
 
     def save(self) -> None:
         """Save what was evicted. Call before a step, which may overwrite it."""
@@ -92,8 +93,9 @@ class HostBlocks:
         results = self._move(saves, loads)
         seconds = self._clock() - began
         self.saved += len(saves)
-        self._spent_s += seconds
-        self._block_s += PACE_WEIGHT * (seconds / (len(saves) + len(loads)) - self._block_s)
+        block_s = seconds / (len(saves) + len(loads))
+        self._moved_s += len(loads) * block_s
+        self._block_s += PACE_WEIGHT * (block_s - self._block_s)
         return results
 
     def report(self) -> TierLoad:

@@ -30,9 +30,9 @@ class RequestBlocks:
         """Plan the next step: the one before has made its copies."""
         self._copied.clear()
 
-    def take_load_s(self) -> float:
-        """Seconds that loads took since the last call."""
-        return self._host.take_spent_s() if self._host is not None else 0.0
+    def take_moved_s(self) -> float:
+        """Seconds that moves to and from host memory take, of those begun since the last call."""
+        return self._host.take_moved_s() if self._host is not None else 0.0
 
     def look_up(self, request: RequestState) -> PrefixMatch:
         """The prefix of a waiting request in the pool; without a part of a block if the host tier has that block."""

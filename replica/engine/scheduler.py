@@ -101,6 +101,7 @@ class Scheduler:
         self._waiting = 0
         self._running: list[RequestState] = []  #: sorted by urgency
         self._arrivals = 0
+        self._allowance: StepAllowance | None = None  #: of the step that is planned
         self._prefilled = 0  #: prompt tokens scheduled since the start
 
     def __len__(self) -> int:
@@ -151,6 +152,7 @@ class Scheduler:
         `complete` or `launch`, or its request to `finish`.
         """
         self._blocks.begin_step()
+        self._allowance = allowance
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
         # Stop adding prompts when no more than this is left of the budget.
@@ -265,7 +267,6 @@ class Scheduler:
                 budget -= row.count
                 if allowance is not None:
                     allowance.spend(PrefillSpan(request.cached_now, row.start, row.end))
-                    allowance.seconds -= self._blocks.take_load_s()
                 scored += row.count * request.scores_prompt
                 self._prefilled += row.count
                 yield row
@@ -373,6 +374,10 @@ class Scheduler:
         self._waiting -= 1
         request.phase = RequestPhase.RUNNING
         insort(self._running, request, key=_by_urgency)
+        moved_s = self._blocks.take_moved_s()
+        if moved_s and self._allowance is not None:  # what was loaded and evicted must not make the step longer
+            self._allowance.charge(moved_s)
+            budget = max(1, min(budget, self._allowance.tokens(request.cached_now, request.computed)))
         return self._row(request, budget, self._blocks.copy_of_partial(request, match))
 
     def _enqueue(self, request: RequestState, match: PrefixMatch) -> None:

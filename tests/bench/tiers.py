@@ -1,16 +1,17 @@
 """Measure what a host tier gains: hits, time to first token, steps of other requests, and the cost of a block.
 
-    python tests/bench/tiers.py MODEL [--requests N] [--rounds N] [--out FILE]
+    python tests/bench/tiers.py MODEL [--requests N] [--rounds N] [--kinds KIND...] [--cpu] [--out FILE]
 
 Each kind of traffic (workloads.py) has a working set of three times the pool. It runs through one engine on one thread
 with the pool alone, with a host tier for all of it, and with one pool of the joint size, alternating, one prompt at a
-time beside a request that decodes. MODEL is made if it is missing (`engine_model.py`: 125M parameters, bfloat16).
+time beside a request that decodes. `--cpu` counts the thread's processor time, on a machine that others use.
+MODEL is made if it is missing (`engine_model.py`: 125M parameters, bfloat16).
 """
 
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, islice
@@ -88,15 +89,16 @@ class Figures:
 class Replica:
     """An engine with so many blocks in its pool and in host memory."""
 
-    def __init__(self, runner: ModelRunner, pool: int, host: int) -> None:
+    def __init__(self, runner: ModelRunner, pool: int, host: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
         runner.allocate_kv(pool + 1)
         limits = SchedulerLimits(8, 2048, pool * BLOCK_SIZE, prefill_step_tokens=CPU_PREFILL_STEP_TOKENS)
-        self.rates = measure_rates(runner, limits, BLOCK_SIZE)
+        self.rates = measure_rates(runner, limits, BLOCK_SIZE, clock)
         self.host: HostBlocks | None = None
         if host:
             runner.allocate_host(host)
-            block_s = measure_move(runner)
-            self.host = HostBlocks(HostTier(host), runner.move, time.perf_counter, block_s=block_s)
+            block_s = measure_move(runner, clock)
+            self.host = HostBlocks(HostTier(host), runner.move, clock, block_s=block_s)
         self.cache = PrefixCache(pool + 1, BLOCK_SIZE, lower=self.host)
         self.engine = Engine(
             limits=limits,
@@ -107,6 +109,7 @@ class Replica:
             executor=runner,
             rates=self.rates,
             epoch=1,
+            clock=clock,
             host=self.host,
         )
         self._numbers = 0
@@ -131,13 +134,13 @@ class Replica:
         random, beside, decodes = Random(1), 0, False
         for chain in chains:
             prompt = [token for block in chain for token in tokens_of(block)] + [3, 4, 5]
-            began, wanted, first = time.perf_counter(), self.add(prompt, ANSWER), None
+            began, wanted, first = self.clock(), self.add(prompt, ANSWER), None
             while True:
                 if not beside:
                     beside = self.add([random.randrange(3, VOCABULARY) for _ in range(BLOCK_SIZE)], BESIDE)
-                step = time.perf_counter()
+                step = self.clock()
                 result = self.engine.step()
-                now = time.perf_counter()
+                now = self.clock()
                 ended = False
                 for output in result.outputs["bench"]:
                     if output.request_id == wanted:
@@ -158,27 +161,29 @@ class Replica:
             figures.failures += sum(self.host.failures.values())
 
 
-def block_costs(runner: ModelRunner) -> tuple[float, float, float]:
+def block_costs(runner: ModelRunner, clock: Callable[[], float]) -> tuple[float, float, float]:
     """Seconds per block to compute, save and load many, none of them in the processor's caches."""
     runner.allocate_kv(BLOCKS_MOVED + 1)
     limits = SchedulerLimits(8, 2048, BLOCKS_MOVED * BLOCK_SIZE, prefill_step_tokens=CPU_PREFILL_STEP_TOKENS)
-    rates = measure_rates(runner, limits, BLOCK_SIZE)
+    rates = measure_rates(runner, limits, BLOCK_SIZE, clock)
     runner.allocate_host(BLOCKS_MOVED)
     saves_s, loads_s = [], []
     for turn in range(4):
         saves = [Save(block + 1, block, 1 + block + turn * BLOCKS_MOVED) for block in range(BLOCKS_MOVED)]
-        began = time.perf_counter()
+        began = clock()
         runner.move(saves, [])
-        saved = time.perf_counter()
+        saved = clock()
         failed = runner.move([], [Load(save.slot, save.generation, save.block_id) for save in saves])
-        loads_s.append((time.perf_counter() - saved) / BLOCKS_MOVED)
+        loads_s.append((clock() - saved) / BLOCKS_MOVED)
         saves_s.append((saved - began) / BLOCKS_MOVED)
         assert not any(failed), failed
     # The first turn takes the memory from the system.
     return BLOCK_SIZE / rates.prefill_tokens_per_s, median(saves_s[1:]), median(loads_s[1:])
 
 
-def measure(runner: ModelRunner, kind: str, requests: int, rounds: int) -> dict[str, Figures]:
+def measure(
+    runner: ModelRunner, kind: str, requests: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, Figures]:
     """Figures by configuration."""
     found: dict[str, Figures] = {name: Figures() for name in ("pool", "tier", "joint")}
     for number in range(rounds):
@@ -187,7 +192,7 @@ def measure(runner: ModelRunner, kind: str, requests: int, rounds: int) -> dict[
         pool = max(working_set // 3, max(map(len, chains)) + 1) + BESIDE_BLOCKS
         sizes = {"pool": (pool, 0), "tier": (pool, working_set), "joint": (pool + working_set, 0)}
         for name in (*list(sizes)[number % 3 :], *list(sizes)[: number % 3]):
-            Replica(runner, *sizes[name]).run(chains, found[name])
+            Replica(runner, *sizes[name], clock).run(chains, found[name])
         length = mean(map(len, chains)) * BLOCK_SIZE
         print(f"{kind}: {requests} prompts of {length:.0f} tokens, {working_set} blocks, a pool of {pool}", flush=True)
     return found
@@ -199,18 +204,20 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=120, help="of each kind and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--cpu", action="store_true", help="count processor time instead of wall-clock time")
     options = parser.parse_args()
+    clock = time.thread_time if options.cpu else time.perf_counter
     torch.set_num_threads(1)
     runner = ModelRunner(ReplicaSettings(device="cpu"), make_model(options.model), BLOCK_SIZE)
-    compute_s, save_s, load_s = block_costs(runner)
+    compute_s, save_s, load_s = block_costs(runner, clock)
     rows = [
         report.Row("a block: computed", "µs", 1e6 * compute_s),
         report.Row("a block: saved, by computed", "ratio", save_s / compute_s),
         report.Row("a block: loaded, by computed", "ratio", load_s / compute_s, 0.03),
     ]
-    Replica(runner, 64, 64).run([(1, 2, 3), (1, 2, 4)], Figures())  # compiles what is compiled on first use
+    Replica(runner, 64, 64, clock).run([(1, 2, 3), (1, 2, 4)], Figures())  # compiles what is compiled on first use
     for kind in options.kinds:
-        found = measure(runner, kind, options.requests, options.rounds)
+        found = measure(runner, kind, options.requests, options.rounds, clock)
         pool, tier, joint = found["pool"], found["tier"], found["joint"]
         for name, figures in found.items():
             rows.append(report.Row(f"{kind}, {name}: hits", "%", 100 * mean(figures.hits), higher_is_better=True))

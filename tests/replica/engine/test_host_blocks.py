@@ -55,6 +55,7 @@ class Rig:
     overlapped: bool = False
     drafter: Drafter | None = None
     block_s: float = 0.001
+    tokens_per_s: float = 1000.0
     hasher: BlockHasher = field(default_factory=lambda: BlockHasher(BLOCK, seed=3))
     answers: dict[int, list[TokenOutput]] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class Rig:
             cache=self.cache,
             hasher=self.hasher,
             executor=self.executor,
-            rates=SmoothedRates(1000.0, 0.01),
+            rates=SmoothedRates(self.tokens_per_s, 0.01),
             epoch=11,
             clock=self.clock,
             wall_clock=FakeClock(),
@@ -192,6 +193,21 @@ def test_what_cannot_be_saved_in_time_is_counted_and_lost() -> None:
     assert 0 < rig.host.saved < evicted
     assert rig.failures["host_behind"] == evicted - rig.host.saved
     assert rig.tokens(3) == undisturbed(LONG[0], 4)
+
+
+def test_a_step_that_moves_blocks_computes_fewer_tokens() -> None:
+    """Other requests wait for the step: what it saves and loads must not come on top of a full one."""
+    rig = Rig(block_s=0.05, tokens_per_s=10_000.0)
+    rig.clock.tick = 0.0  # what is measured does not count
+    computed = []
+    for number, prompt in enumerate(LONG[:2]):
+        rig.add(number, prompt)
+        rig.step()
+        computed.append(rig.executor.model.plans[-1].q_lens)
+        rig.run()
+
+    assert computed == [[32], [1]]
+    assert [rig.tokens(number) for number in range(2)] == [undisturbed(prompt, 4) for prompt in LONG[:2]]
 
 
 class CollidingHasher(BlockHasher):
