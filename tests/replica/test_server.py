@@ -144,9 +144,11 @@ def test_blocks_on_disk_answer_after_a_restart_unless_they_are_damaged(folder: P
 SPREAD = [list(range(start, start + 50)) for start in (3, 53, 103, 153)]
 
 
-@pytest.mark.parametrize(("kind", "overlap"), [("auto", "off"), ("fp8", "off"), ("auto", "on")])
+@pytest.mark.parametrize(
+    ("kind", "overlap", "disk"), [("auto", "off", True), ("fp8", "off", False), ("auto", "on", False)]
+)
 def test_prompts_that_the_pool_evicted_are_loaded_from_host_memory(
-    folder: Path, tmp_path: Path, kind: str, overlap: str
+    folder: Path, tmp_path: Path, kind: str, overlap: str, disk: bool
 ) -> None:
     """The working set is three times the pool. A bit that flips in host memory is found, and the block is computed; a
     reset leaves nothing there. The answers are those of the first time in all cases.
@@ -159,7 +161,10 @@ def test_prompts_that_the_pool_evicted_are_loaded_from_host_memory(
             "dtype": "bfloat16" if kind == "fp8" else "float32",
         },
     }
-    with served(folder, tmp_path, **options) as running:
+    if disk:
+        options["kvcache"] |= {"disk_kv": str(tmp_path / "disk"), "disk_kv_size": 1 << 20}
+    (sockets := tmp_path / "sockets").mkdir()
+    with served(folder, sockets, **options) as running:
         client, listener = running.client(), StateListener(running)
 
         def ask(first: int) -> list[list[int]]:
