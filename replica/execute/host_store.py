@@ -5,7 +5,8 @@ damaged bytes, or of another block than the caller expects, fails instead of giv
 order of the device's stream and checksums are taken once a save has ended. Not run on a GPU yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import xxhash
@@ -31,19 +32,31 @@ def _memory(slots: int, block_bytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
+class DeviceEvent(Protocol):
+    """The part of `torch.cuda.Event` in use."""
+
+    def record(self) -> None:
+        """Mark this place in the device's stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to that place."""
+
+
 class HostStore:
     """Slots for the blocks of one pool. Raises StartupError if the system does not give the memory."""
 
-    def __init__(self, slots: int, pool: KvPool) -> None:
+    def __init__(self, slots: int, pool: KvPool, new_event: Callable[[], DeviceEvent] | None = None) -> None:
+        """`new_event`: makes an event of the device; None: a GPU's, and none on CPUs, which copy at once."""
         self._pool = pool
-        self._device = pool.keys[0].device
+        device = pool.keys[0].device
+        self._new_event = torch.cuda.Event if new_event is None and device.type == "cuda" else new_event
         #: [slots, bytes of a block] uint8.
-        self.rows = _memory(slots, pool.block_bytes, self._device)
+        self.rows = _memory(slots, pool.block_bytes, device)
         self._generations = [0] * slots
         self._sums: list[int | None] = [None] * slots
         #: Slots whose save may still be under way on the device.
         self._saving: set[int] = set()
-        self._saved: torch.cuda.Event | None = None
+        self._saved: DeviceEvent | None = None
 
     def move(self, saves: Sequence[Save], loads: Sequence[Load]) -> list[int]:
         """Copy blocks out of the pool, then others into it; later steps see the result. A code for each load: 0, or why
@@ -54,10 +67,10 @@ class HostStore:
             self._pool.copy_out_to(save.block_id, self.rows[save.slot])
             self._generations[save.slot], self._sums[save.slot] = save.generation, None
             self._saving.add(save.slot)
-        if self._device.type == "cuda":
-            self._saved = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._new_event is not None:
+            self._saved = self._new_event()
             self._saved.record()
-        if self._device.type != "cuda" or any(load.slot in self._saving for load in loads):
+        if self._new_event is None or any(load.slot in self._saving for load in loads):
             self._settle()
         return [self._load(load) for load in loads]
 

@@ -282,3 +282,17 @@ def test_answers_are_those_without_a_tier(life: dict, overlapped: bool, drafts: 
         expected = undisturbed(prompt, 6)
         got = rig.tokens(number)
         assert got == (expected[: len(got)] if number in life["aborts"] else expected)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_preempted_request_goes_on_from_host_memory(overlapped: bool) -> None:
+    """What preemption frees is evicted for the others, saved, and loaded when the request starts again."""
+    rig = Rig(overlapped=overlapped)
+    prompts = [[start + place for place in range(15)] for start in (0, 20, 40)]
+    for number, prompt in enumerate(prompts):
+        rig.add(number, prompt, max_tokens=28)
+    rig.run()
+
+    assert rig.engine.scheduler.preemptions > 0
+    assert rig.host.loaded > 0
+    assert [rig.tokens(number) for number in range(3)] == [undisturbed(prompt, 28) for prompt in prompts]

@@ -1,5 +1,7 @@
 """Blocks come back from host memory byte for byte, or not at all."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -67,6 +69,51 @@ def test_a_slot_that_was_never_saved_or_has_other_content_is_stale() -> None:
     store.move([Save(2, 0, 2)], [])
 
     assert store.move([], [Load(0, 1, 3), Load(1, 3, 3), Load(0, 2, 3)]) == [STALE, STALE, 0]
+
+
+class Stream:
+    """A pool whose copies happen in order, but only when an event is waited for, as on a GPU that is busy."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool, self.keys, self.block_bytes = pool, pool.keys, pool.block_bytes
+        self.queue: list[Callable[[], None]] = []
+        self.waits = 0
+
+    def copy_out_to(self, block: int, row: torch.Tensor) -> None:
+        self.queue.append(lambda: self.pool.copy_out_to(block, row))
+
+    def copy_in_from(self, block: int, row: torch.Tensor) -> None:
+        self.queue.append(lambda: self.pool.copy_in_from(block, row))
+
+    def event(self) -> "Stream":
+        return self
+
+    def record(self) -> None:
+        """An event at the end of the queue."""
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        while self.queue:
+            self.queue.pop(0)()
+
+
+def test_copies_that_a_device_makes_later_come_back_as_well() -> None:
+    """A move with saves only does not wait; the next one does. A slot saved and loaded in one move is waited for."""
+    pool = filled(torch.float32)
+    stream = Stream(pool)
+    before = [content(pool, block) for block in range(BLOCKS)]
+    store = HostStore(3, stream, stream.event)
+
+    store.move([Save(1, 0, 1), Save(2, 1, 2)], [])
+    assert stream.waits == 0
+    assert store.move([Save(3, 2, 3)], [Load(0, 1, 4), Load(1, 2, 1)]) == [0, 0]
+    assert stream.waits == 1
+    assert store.move([Save(4, 0, 4), Save(5, 1, 5)], [Load(0, 4, 2), Load(1, 5, 3), Load(2, 3, 5)]) == [0, 0, 0]
+    assert stream.waits == 3
+    stream.synchronize()
+
+    after = [content(pool, block) for block in range(BLOCKS)]
+    assert after == [before[0], before[2], before[1], before[5], before[1], before[3]]
 
 
 def test_memory_that_the_system_does_not_have_is_named() -> None:
