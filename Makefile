@@ -24,7 +24,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-disk bench-routing chaos soak fresh-starts docs audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-disk bench-tiers bench-routing chaos soak fresh-starts docs audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -188,6 +188,9 @@ bench-step: $(VENV)/.dev ## What the host does for a decode step that is launche
 
 bench-disk: $(VENV)/.dev ## What blocks on disk gain after a restart: reading one against computing it, and the hits (one minute)
 	@$(BIN)/python tests/bench/disk.py build/bench-model $(ARGS)
+
+bench-tiers: $(VENV)/.dev ## What a host tier gains: hits, first tokens, steps of others, cost of a block (ARGS="--kinds chats", OUT=FILE: JSON)
+	@$(BIN)/python tests/bench/tiers.py build/bench-model $(if $(OUT),--out $(OUT)) $(ARGS)
 
 bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a guided row in a batch (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/guided.py $(if $(OUT),--out $(OUT))

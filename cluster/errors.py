@@ -84,7 +84,7 @@ class OrderRefused(UserError): ...
 
 class ExtraMissing(UserError):
     def __init__(self) -> None:
-        super().__init__("this needs the extra: pip install 'homing[serve]'")
+        super().__init__("this needs the extra: pip install 'homing[serve]', or in a clone '.[serve]'")
 
 
 class NoSuchLog(UserError): ...

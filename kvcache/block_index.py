@@ -14,10 +14,23 @@ from itertools import chain
 from struct import Struct
 from typing import Protocol
 
-from .hashing import TOKEN_BYTES, BlockHash
+from .hashing import TOKEN_BYTES, BlockHash, content_digest
 from .holds import Holds
 from .partial_match import PartialHit, PartialMatcher
 from .pool import Block, BlockId, BlockState
+
+
+class LowerTier(Protocol):
+    """Takes what leaves the pool. Called synchronously, in the cache's thread. Must not block or call the cache."""
+
+    def evicted(self, blocks: Sequence[Block]) -> None:
+        """These blocks, whose `content` is known, are about to lose their hashes, the last block of a chain first.
+
+        Their KV stays as it is until the next step, or until the caller of the cache writes to them.
+        """
+
+    def cleared(self) -> None:
+        """The cache was emptied."""
 
 
 class CacheListener(Protocol):
@@ -53,6 +66,7 @@ class CacheStats:
     query_tokens: int = 0  #: prompt tokens of acquired matches
     hit_tokens: int = 0  #: the part of `query_tokens` found in the cache
     partial_hit_tokens: int = 0  #: the part of `hit_tokens` copied from partially matching blocks
+    host_hit_tokens: int = 0  #: the part of `hit_tokens` loaded from the host tier
     evicted_tokens: int = 0
     collisions: int = 0  #: look-ups and commits that met a hash belonging to another prefix
 
@@ -150,13 +164,14 @@ class BlockIndex:
                 return
             blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._block_bytes]
         assert not start or parent in self.blocks, f"block {start} of a chain committed before block {start - 1}"
-        shared, copies = self._register(blocks, start, parent, hashes, tokens)
+        if start == 0:
+            blocks[0].first, blocks[0].salt = True, salt
+        shared, copies = self._register(blocks, parent, hashes, tokens)
         self._announce(blocks[:shared], copies, start, parent, hashes, tokens, salt)
 
     def _register(
         self,
         blocks: Sequence[Block],
-        start: int,
         parent: BlockHash,
         hashes: Sequence[BlockHash],
         tokens: bytes,
@@ -165,14 +180,13 @@ class BlockIndex:
         setdefault, awaited = self.blocks.setdefault, self._holds.awaited
         copies: list[int] = []
         previous = parent
-        if start == 0:
-            blocks[0].first = True
         rows = zip(blocks, hashes, [*hashes[1:], None], self._split(tokens), strict=True)
         for place, (block, block_hash, follower, (content,)) in enumerate(rows):
             if setdefault(block_hash, block) is block and block.block_hash is None:
                 block.block_hash = block_hash
                 block.parent = previous
                 block.tokens = content
+                block.content = None
                 block.children = follower
                 if block_hash in awaited:
                     self._holds.extend(block, block_hash)
@@ -209,6 +223,7 @@ class BlockIndex:
         block.block_hash = block_hash
         block.parent = parent
         block.tokens = content
+        block.content = None
         return True
 
     def _keep_private(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
@@ -240,6 +255,22 @@ class BlockIndex:
                     content = tokens[begin * self._block_bytes : end * self._block_bytes]
                     self._listener.stored(before, hashes[begin:end], content, "" if before else salt)
             begin = end + 1
+
+    def know_content(self, blocks: Sequence[Block]) -> None:
+        """Set the `content` of these cached blocks, and of those before them."""
+        for last in blocks:
+            path: list[Block] = []
+            block, before = last, last.content
+            while before is None:
+                path.append(block)
+                assert block.parent is not None, f"{block} is cached but has no parent"
+                if block.first:
+                    before = block.parent
+                else:
+                    block = self.blocks[block.parent]
+                    before = block.content
+            for block in reversed(path):
+                before = block.content = content_digest(before, block.tokens)
 
     def remove(self, blocks: Sequence[Block]) -> None:
         """These blocks are evicted: they lose their hash."""

@@ -27,6 +27,11 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "share of a rank's GPU for weights, KV and steps",
     ] = 0.9
     num_kv_blocks: Annotated[int, Meta(ge=0), "KV blocks of a replica; 0: by kv_cache_bytes"] = 0
+    host_kv_memory: Annotated[
+        int,
+        Meta(ge=0),
+        "host memory of a replica for evicted KV blocks, all ranks together; 0: none",
+    ] = 0
     disk_kv: Annotated[str, "folder for KV blocks that survive a restart; empty: none"] = ""
     disk_kv_size: Annotated[int, Meta(ge=0), "bytes that a replica uses in that folder"] = 0
     pin_tenant_share: Annotated[float, Meta(ge=0, le=1), "share of the blocks that one tenant may pin"] = 0.1

@@ -13,7 +13,7 @@ hits are verified against the tokens (`PrefixCache.match`); `sha256` is a slower
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from struct import Struct
 from typing import Literal, NewType, cast
 
@@ -73,6 +73,14 @@ def adapter_root(model: BlockHash, salt: bytes, adapter: str) -> BlockHash:
 def salt_text(salt: bytes) -> str:
     """A salt as text, as replicas and the event stream have it."""
     return salt.decode("utf-8", "backslashreplace")
+
+
+def content_digest(before: bytes, tokens: bytes) -> bytes:
+    """16 bytes that name a block and all blocks before it by content, where a block hash may be made to collide.
+
+    `before` is the digest of the block before it, or the root; `tokens` are the block's ids (uint32 LE).
+    """
+    return blake2b(before + tokens, digest_size=16).digest()
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:

@@ -49,11 +49,13 @@ class Block:
         "block_hash",
         "block_id",
         "children",
+        "content",
         "first",
         "newer",
         "older",
         "parent",
         "ref_count",
+        "salt",
         "siblings",
         "tokens",
     )
@@ -69,6 +71,10 @@ class Block:
         self.tokens = b""
         #: True only while cached, and only for the first block of a chain.
         self.first = False
+        #: Names the first block of a chain to listeners; valid only while `first`.
+        self.salt = ""
+        #: `content_digest` of the prefix that ends with it; None until it is asked for.
+        self.content: bytes | None = None
         #: The blocks that follow this one, maintained by `PartialMatcher`; valid only while this copy is in the index.
         self.children: BlockHash | Siblings | None = None
         #: The dictionary that contains this block's hash, if any.

@@ -23,7 +23,7 @@ from itertools import islice
 
 import msgspec
 
-from .block_index import BlockIndex, CachedBlock, CacheListener, CacheStats
+from .block_index import BlockIndex, CachedBlock, CacheListener, CacheStats, LowerTier
 from .errors import StaleMatch
 from .hashing import BlockHash
 from .holds import Holds, Turn
@@ -65,6 +65,7 @@ class PrefixCache:
         partial_block_reuse: bool = True,
         pin_limits: PinLimits | None = None,
         held_share: float = HELD_SHARE,
+        lower: LowerTier | None = None,
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
@@ -76,6 +77,7 @@ class PrefixCache:
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         self._pool = BlockPool(num_blocks)
         self._listener = listener
+        self._lower = lower
         self._most_held = held_share * self.total_blocks
         self._holds = Holds(self.pins, self.release)
         self._index = BlockIndex(block_size, listener, self.counters, self._holds, self._displaced)
@@ -228,6 +230,9 @@ class PrefixCache:
     def _evict(self, count: int) -> list[Block]:
         evicted = self.idle.take_oldest(count)
         self.counters.evicted_tokens += count * self.block_size
+        if self._lower is not None:
+            self._index.know_content(evicted)
+            self._lower.evicted(evicted)
         self._index.remove(evicted)
         return evicted
 
@@ -317,6 +322,8 @@ class PrefixCache:
         self.pins.clear()
         self._pool.give(self._unused.take_all())
         self._index.clear()
+        if self._lower is not None:
+            self._lower.cleared()
         if self.enabled and self._listener is not None:
             self._listener.cleared()
         return True

@@ -30,9 +30,10 @@ from ..events.load_report import TierLoad
 from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import EventEndpoints, LoadReport
-from ..kvcache.block_index import CachedBlock, CacheListener
+from ..kvcache.block_index import CachedBlock, CacheListener, LowerTier
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
+from ..kvcache.host_tier import HostTier
 from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import PrefixCache
 from .attention.paged import KvPool
@@ -43,6 +44,7 @@ from .disk.folder import check_settings, open_in_time, open_rank_file
 from .disk.keeper import BUSY_BLOCKS, IDLE_BLOCKS, DiskKeeper
 from .engine.answers import StepResult
 from .engine.engine import Engine
+from .engine.host_blocks import HostBlocks
 from .engine.overlapped import OverlappedEngine
 from .engine.prompt_lookup import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, PromptLookup
 from .engine.request import RequestKey
@@ -54,8 +56,9 @@ from .execute.runner import ModelRunner
 from .kernels.choice import choose_kernels
 from .load.cpu_threads import ThreadTuner, thread_choice
 from .load.fingerprint import cache_identity, parity
-from .load.preflight import check_vocabulary_size
-from .load.startup import measure_rates, number_of_blocks, resolve_limits
+from .load.free_memory import free_memory_bytes
+from .load.preflight import check_vocabulary_size, host_slots
+from .load.startup import measure_move, measure_rates, number_of_blocks, resolve_limits
 from .messages import (
     MAX_NEXT_EVICTIONS,
     Abort,
@@ -135,6 +138,7 @@ def start_replica(
             replica=replica_id,
             ipc_dir=ipc_dir,
             keys=keys,
+            tiers=kvcache.host_kv_memory > 0,
         )
         stack.callback(publisher.close)
         event_endpoints = publisher.start()
@@ -142,12 +146,14 @@ def start_replica(
         hashes_like = _parity(settings, kvcache, model_dir, model.spec, hasher)
         tier_failures = Counter[str]()
         keeper = _disk_keeper(kvcache, model, hashes_like, cluster_seed, publisher, tier_failures)
-        cache = _prefix_cache(kvcache, model.num_blocks, publisher if keeper is None else keeper)
+        listener = publisher if keeper is None else keeper
+        lower = _host_blocks(kvcache, model, listener, tier_failures)
+        cache = _prefix_cache(kvcache, model.num_blocks, listener, lower)
         if keeper is not None:
             stack.callback(keeper.close)
             report("reading blocks from disk")
             keeper.restore(cache, model.pool.copy_in, compute_s=block_size / model.rates.prefill_tokens_per_s)
-        engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush)
+        engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush, lower)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
         description = _describe(
@@ -262,7 +268,36 @@ def _text_dir(settings: ReplicaSettings, model_dir: Path) -> Path:
     return Path(settings.tokenizer or model_dir)
 
 
-def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, listener: CacheListener) -> PrefixCache:
+def _host_blocks(
+    kvcache: KvCacheSettings, model: _LoadedModel, listener: CacheListener, failures: Counter[str]
+) -> HostBlocks | None:
+    """Allocate the host tier and measure it; None without one, or if computing a block is faster than loading it.
+
+    Raises StartupError if the memory is too little, or more than the machine has left.
+    """
+    if not kvcache.host_kv_memory:
+        return None
+    report("allocating host memory for KV")
+    ranks = 1 + len(model.worker_pids)
+    block_bytes = ranks * model.pool.block_bytes
+    # A CPU's pool takes its memory from the system only when blocks are written.
+    unwritten = model.num_blocks * block_bytes if model.runner.device.type == "cpu" else 0
+    slots = host_slots(kvcache.host_kv_memory, block_bytes, free_memory_bytes() - unwritten)
+    model.executor.allocate_host(slots)
+    block_s = measure_move(model.executor)
+    compute_s = kvcache.block_size / model.rates.prefill_tokens_per_s
+    if block_s >= compute_s:
+        log.warning("host_kv_off load_us=%.0f compute_us=%.0f: computing is faster", block_s * 1e6, compute_s * 1e6)
+        model.executor.allocate_host(0)
+        return None
+    log.info("host_kv_ready blocks=%d load_us=%.0f compute_us=%.0f", slots, block_s * 1e6, compute_s * 1e6)
+    tier = HostTier(slots, listener)
+    return HostBlocks(tier, model.executor.move, time.perf_counter, block_s=block_s, failures=failures)
+
+
+def _prefix_cache(
+    kvcache: KvCacheSettings, num_blocks: int, listener: CacheListener, lower: LowerTier | None
+) -> PrefixCache:
     return PrefixCache(
         num_blocks,
         kvcache.block_size,
@@ -270,6 +305,7 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, listener: CacheList
         enabled=kvcache.prefix_caching,
         partial_block_reuse=kvcache.partial_block_reuse,
         pin_limits=PinLimits(kvcache.pin_tenant_share, kvcache.pin_total_share),
+        lower=lower,
     )
 
 
@@ -319,6 +355,7 @@ def _engine(
     epoch: int,
     max_drafts: int,
     evicted: Callable[[], None],
+    host: HostBlocks | None,
 ) -> Engine:
     """Create the engine. `max_drafts`: most tokens proposed for one request in one step; 0: none."""
     device, spec = model.runner.device, model.spec
@@ -336,6 +373,7 @@ def _engine(
         drafter=PromptLookup(max_drafts) if max_drafts else None,
         mask=mask_of(device),
         evicted=evicted,
+        host=host,
     )
 
 

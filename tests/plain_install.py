@@ -111,7 +111,10 @@ def check_route(python: Path, folder: Path) -> None:
 
 def check_refusal(python: Path) -> None:
     done = subprocess.run([python.parent / "homing", "serve"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "homing: this needs the extra: pip install 'homing[serve]'\n"), done
+    assert (done.returncode, done.stderr) == (
+        2,
+        "homing: this needs the extra: pip install 'homing[serve]', or in a clone '.[serve]'\n",
+    ), done
 
 
 def check(wheel: Path) -> None:

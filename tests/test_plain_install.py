@@ -62,5 +62,8 @@ def test_what_needs_the_extra_names_it_in_one_line(words: str) -> None:
     """Without it, the first sign was a traceback after Ray's start."""
     done = without("from homing.cluster.cli.main import main; sys.exit(main())", *words.split())
 
-    assert (done.returncode, done.stderr) == (2, "homing: this needs the extra: pip install 'homing[serve]'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "homing: this needs the extra: pip install 'homing[serve]', or in a clone '.[serve]'\n",
+    )
     assert not done.stdout

@@ -157,15 +157,19 @@ def _cpu_kernels(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG
 
 def _memory(host: MachineInfo, settings: Settings) -> Finding:
     on_cpu = [each for each in settings.each_model if not each.cluster.gpus_per_rank]
-    if settings.cluster.ray_address or not on_cpu:
+    tiers = sum(each.cluster.replicas * each.kvcache.host_kv_memory for each in settings.each_model)
+    if settings.cluster.ray_address or not (on_cpu or tiers):
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
     ranks = sum(each.ranks for each in on_cpu)
     kv = sum(each.ranks * each.kvcache.kv_cache_bytes for each in on_cpu if not each.kvcache.num_kv_blocks)
     weights = sum(each.ranks * _weight_bytes(each.replica) for each in on_cpu)
     needed = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
+    remedy = "lower --kv-cache-bytes or --replicas, or use --dtype bfloat16"
+    if tiers:
+        needed, remedy = f"{needed} and {tiers / GIB:.1f} for evicted blocks", f"lower --host-kv-memory; {remedy}"
     message = f"{ranks} ranks need {needed}, {host.memory_bytes / GIB:.1f} GiB are available"
-    if kv + weights > host.memory_bytes:
-        return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas, or use --dtype bfloat16")
+    if kv + weights + tiers > host.memory_bytes:
+        return Finding("memory", "error", message, remedy)
     return Finding("memory", "ok", message)
 
 

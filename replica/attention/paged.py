@@ -63,7 +63,7 @@ class Batch:
         )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros; on CPUs the system allocates its memory page by page on first write.
 
     torch.zeros writes all of it: 1.7 s of CPU time for 512 MiB on a virtual machine, at every replica start.
@@ -97,7 +97,7 @@ class KvPool:
         values = [(shape.kv_heads, shape.value_dim) for shape in spec.kv_shapes]
         counts = Counter(keys + values)
         stacks = {
-            shape: _zeros((count, num_blocks, block_size, *shape), dtype, device) for shape, count in counts.items()
+            shape: zeros((count, num_blocks, block_size, *shape), dtype, device) for shape, count in counts.items()
         }
         parts = {shape: iter(stack) for shape, stack in stacks.items()}
         self.keys = [next(parts[shape]) for shape in keys]
@@ -120,24 +120,32 @@ class KvPool:
         """Bytes of one block's keys and values in all layers."""
         return sum(stack[:, : self.block_size].nbytes for stack in self._stacks)
 
-    @torch.inference_mode()
     def copy_out(self, block_id: int, data: memoryview) -> None:
         """Copy a block's keys and values to `data`, of `block_bytes`; waits for steps that run."""
-        for part, stack in self._parts(block_id, data):
-            part.copy_(stack)
+        self.copy_out_to(block_id, torch.frombuffer(data, dtype=torch.uint8))
 
-    @torch.inference_mode()
     def copy_in(self, block_id: int, data: memoryview) -> None:
         """Inverse of `copy_out`."""
-        for part, stack in self._parts(block_id, data):
-            stack.copy_(part)
+        self.copy_in_from(block_id, torch.frombuffer(data, dtype=torch.uint8))
 
-    def _parts(self, block_id: int, data: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each stack, the part of `data` that belongs to the block's slice of it, and that slice."""
+    @torch.inference_mode()
+    def copy_out_to(self, block_id: int, row: torch.Tensor) -> None:
+        """Copy a block's keys and values to `row` [block_bytes] uint8, which may be written later if it is pinned."""
+        for part, stack in self._parts(block_id, row):
+            part.copy_(stack, non_blocking=True)
+
+    @torch.inference_mode()
+    def copy_in_from(self, block_id: int, row: torch.Tensor) -> None:
+        """Inverse of `copy_out_to`."""
+        for part, stack in self._parts(block_id, row):
+            stack.copy_(part, non_blocking=True)
+
+    def _parts(self, block_id: int, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each stack, the part of `row` that belongs to the block's slice of it, and that slice."""
         offset, begin = 0, block_id * self.block_size
         for stack in self._stacks:
             pages = stack[:, begin : begin + self.block_size]
-            part = torch.frombuffer(data, dtype=stack.dtype, count=pages.numel(), offset=offset)
+            part = row[offset : offset + pages.nbytes].view(stack.dtype)
             yield part.view(pages.shape), pages
             offset += pages.nbytes
 

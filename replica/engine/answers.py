@@ -61,6 +61,7 @@ class Answers:
                 token_ids=[],
                 finish_reason="stop",
                 cached_tokens=request.cached_tokens,
+                loaded_tokens=request.loaded_tokens,
                 embedding=vector.astype("<f4").tobytes(),
                 waited_s=request.waited_s,
             )
@@ -135,6 +136,7 @@ class Answers:
                 token_ids=token_ids,
                 finish_reason=finish_reason,
                 cached_tokens=request.cached_tokens if first else None,
+                loaded_tokens=request.loaded_tokens if first else (),
                 logprobs=logprobs or None,
                 prompt_logprobs=request.prompt_logprobs if first else None,
                 stop_token_id=stop_id,

@@ -29,12 +29,13 @@ from ..messages import Generate
 from ..structured.guide import Guide, TokenMasks, token_masks
 from .answers import Answers, StepResult
 from .drafts import Drafter
+from .host_blocks import HostBlocks
 from .logit_edits import SamplingRow, mask_logits, mover, sampling_row
 from .logprobs import ScoredRow, read, score
 from .request import RequestKey, RequestPhase, RequestState, admit
 from .sampler import Restriction, Sampled, sample
 from .scheduler import Scheduler, SchedulerLimits
-from .step_plan import StepPlan
+from .step_plan import Load, Save, StepPlan
 from .step_rows import LogitsLayout, ScheduledRow, logits_layout, plan_of_step
 from .throughput import SmoothedRates
 
@@ -55,6 +56,14 @@ class Executor(Protocol):
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate the KV pool on all ranks, replacing any previous one."""
+
+    def allocate_host(self, slots: int) -> None:
+        """Allocate host memory for so many blocks on all ranks; 0 frees it. Raises StartupError."""
+
+    def move(self, saves: Sequence[Save], loads: Sequence[Load]) -> Sequence[str | None]:
+        """Move blocks between the pool and host memory, saves first, before later steps. For each load, why it failed,
+        or None. Raises RankLost.
+        """
 
     def readings(self) -> list[MemoryReading]:
         """Memory readings of all ranks since `allocate_kv`, in rank order."""
@@ -88,13 +97,15 @@ class Engine:
         drafter: Drafter | None = None,
         mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = mask_logits,
         evicted: Callable[[], None] = lambda: None,
+        host: HostBlocks | None = None,
     ) -> None:
         """`drafter` proposes tokens so that one step can draw several; it does not affect which tokens are drawn.
 
         `mask` does what `logit_edits.mask_logits` does, on the logits' device. `evicted` is called before a step that
-        needed evictions.
+        needed evictions. `host`: keeps what the cache evicts; it must be the cache's lower tier.
         """
-        self.scheduler = Scheduler(limits, cache, hasher, drafter)
+        self.scheduler = Scheduler(limits, cache, hasher, drafter, host)
+        self._host = host
         self.rates = rates
         self.draining = False
         #: Failed steps since the last successful one.
@@ -183,6 +194,8 @@ class Engine:
             if row.request.waited_s is None:
                 row.request.waited_s = max(0.0, self._clock() - row.request.arrived_at)
         if self._cache.counters.evicted_tokens > before:
+            if self._host is not None:
+                self._host.save()
             self._evicted()
         return rows
 
@@ -193,7 +206,7 @@ class Engine:
 
     def load(self) -> LoadReport:
         backlog, cost = self.scheduler.backlog(), self.rates.prefill_cost
-        stats, pins = self._cache.counters, self._cache.pins.stats
+        stats, pins, host, size = self._cache.counters, self._cache.pins.stats, self._host, self._cache.block_size
         return LoadReport(
             epoch=self._epoch,
             step=self._steps,
@@ -220,7 +233,13 @@ class Engine:
                 pins_refused=pins.refused,
                 pins_expired=pins.expired,
                 pins_broken=pins.broken,
+                host_hit_tokens=stats.host_hit_tokens,
+                demoted_tokens=host.saved * size if host else 0,
+                promoted_tokens=host.loaded * size if host else 0,
+                tier_evicted_tokens=host.tier.evicted * size if host else 0,
+                tier_failures=dict(host.failures) if host else {},
             ),
+            tiers=(host.report(),) if host else (),
             accepted=dict(self._accepted),
             draining=self.draining,
             pinned_blocks=len(self._cache.pins),

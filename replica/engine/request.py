@@ -79,6 +79,8 @@ class RequestState:
     #: One hash for each full block of `tokens`.
     hashes: list[BlockHash]
     sampling: SamplingParams
+    #: `content_digest` of the leading blocks, as far as a tier asked for them.
+    contents: list[bytes] = field(default_factory=list)
     #: Names the first block on the event stream.
     salt: str = ""
     priority: int = 0
@@ -119,6 +121,8 @@ class RequestState:
     committed_blocks: int = 0
     #: Prompt tokens taken from the cache at the first admission; None before it.
     cached_tokens: int | None = None
+    #: The part of `cached_tokens` that was loaded from tiers, by medium.
+    loaded_tokens: tuple[tuple[str, int], ...] = ()
     #: The part of `computed` that the latest admission took from the cache.
     cached_now: int = 0
     #: Tokens that were cached when the request started to wait; for the load report.

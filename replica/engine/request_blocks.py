@@ -1,4 +1,4 @@
-"""The blocks of requests: takes them from the cache, and returns, commits and pins them.
+"""The blocks of requests: takes them from the cache and the host tier, and returns, commits and pins them.
 
 Joins `RequestState` and `PrefixCache`, and does not know which request runs when.
 """
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from ...kvcache.hashing import BlockHash, BlockHasher
+from ...kvcache.hashing import BlockHash, BlockHasher, content_digest
+from ...kvcache.host_tier import HOST, HostBlock
+from ...kvcache.pool import BlockId
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
+from .host_blocks import HostBlocks
 from .request import RequestState
 from .step_plan import BlockCopy
 
@@ -16,22 +19,56 @@ _NO_MATCH = PrefixMatch(blocks=(), tokens=0)
 
 
 class RequestBlocks:
-    def __init__(self, cache: PrefixCache, hasher: BlockHasher) -> None:
+    def __init__(self, cache: PrefixCache, hasher: BlockHasher, host: HostBlocks | None = None) -> None:
         self._cache = cache
         self._block_size = hasher.block_size
+        self._host = host
+        #: Blocks whose KV the next step copies to others before it computes: nothing may be loaded into them.
+        self._copied: set[BlockId] = set()
+
+    def begin_step(self) -> None:
+        """Plan the next step: the one before has made its copies."""
+        self._copied.clear()
+
+    def take_moved_s(self) -> float:
+        """Seconds that moves to and from host memory take, of those begun since the last call."""
+        return self._host.take_moved_s() if self._host is not None else 0.0
 
     def look_up(self, request: RequestState) -> PrefixMatch:
-        """The cached prefix of a waiting request."""
+        """The prefix of a waiting request in the pool; without a part of a block if the host tier has that block."""
         if not request.may_use_cache:
             return _NO_MATCH
         known = len(request.tokens)
         match = self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
+        if match.partial is not None and self._in_host(request, match, 1):
+            match = structs.replace(match, tokens=match.tokens - match.partial.tokens, partial=None)
         return structs.replace(match, query_tokens=0) if request.warm_up or request.counted else match
+
+    def _in_host(self, request: RequestState, match: PrefixMatch, most: int | None = None) -> list[HostBlock]:
+        """The blocks after a match, at most so many, that the host tier has."""
+        start = len(match.blocks)
+        end = len(self.usable_hashes(request))
+        if self._host is None or start >= end or (match.partial is not None and most is None):
+            return []
+        end = end if most is None else min(end, start + most)
+        run = self._host.tier.run(request.hashes[start:end])
+        contents = self._contents(request, start + len(run))[start:] if run else []
+        wrong = (at for at, block in enumerate(run) if block.content != contents[at])
+        return run[: next(wrong, len(run))]
+
+    def _contents(self, request: RequestState, count: int) -> list[bytes]:
+        """The digests of a request's first blocks, at least so many."""
+        size, known = self._block_size, request.contents
+        for number in range(len(known), count):
+            tokens = request.token_bytes(number * size, (number + 1) * size)
+            known.append(content_digest(known[-1] if known else request.root, tokens))
+        return known
 
     def expect(self, request: RequestState) -> PrefixMatch:
         """Record the cached tokens and the blocks that a request would find and take now; return its prefix."""
         match = self.look_up(request)
-        request.expected_cached = match.tokens
+        run = self._in_host(request, match)
+        request.expected_cached = match.tokens + len(run) * self._block_size
         used = sum(block.ref_count > 0 for block in match.blocks)
         request.needed_blocks = -(-request.num_tokens // self._block_size) - used
         return match
@@ -48,6 +85,8 @@ class RequestBlocks:
         blocks, besides those that are held for other requests; None: they take any.
         """
         needed = -(-request.num_tokens // self._block_size) - len(match.blocks)
+        if self._host is not None:
+            self._host.tier.keep(self._in_host(request, match))  # what it evicts would push them out
         blocks = self._cache.acquire(match, needed, leave)
         while blocks is None and breaks_pins and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
@@ -56,20 +95,39 @@ class RequestBlocks:
         self._cache.unhold(request.key)
         request.counted = True
         request.blocks = blocks
-        request.computed = request.cached_now = match.tokens
+        request.computed = match.tokens
         request.committed_blocks = len(match.blocks)
+        loaded = self._load(request, match) * self._block_size
+        request.cached_now = request.computed
         if request.cached_tokens is None:
-            request.cached_tokens = min(match.tokens, request.prompt_tokens)
+            request.cached_tokens = min(request.computed, request.prompt_tokens)
+            loaded_prompt = max(0, request.cached_tokens - match.tokens)
+            request.loaded_tokens = ((HOST, loaded_prompt),) if loaded_prompt else ()
+        if match.query_tokens:
+            self._cache.counters.hit_tokens += loaded
+            self._cache.counters.host_hit_tokens += loaded
         return True
 
-    @staticmethod
-    def copy_of_partial(request: RequestState, match: PrefixMatch) -> BlockCopy | None:
+    def _load(self, request: RequestState, match: PrefixMatch) -> int:
+        """Load the blocks after a match that the host tier has, and share them. Returns how many."""
+        run, start = self._in_host(request, match), len(match.blocks)
+        targets = request.blocks[start : start + len(run)]
+        free = next((at for at, block in enumerate(targets) if block.block_id in self._copied), len(run))
+        if self._host is None or not free:
+            return 0
+        loaded = self._host.load(run[:free], targets[:free])
+        request.computed += loaded * self._block_size
+        self.commit(request, request.computed)
+        return loaded
+
+    def copy_of_partial(self, request: RequestState, match: PrefixMatch) -> BlockCopy | None:
         """The copy of a partial hit's KV that must precede the first step of a request that has acquired it."""
         if match.partial is None:
             return None
         source, target = match.partial.source, request.blocks[len(match.blocks)]
         if source is target:  # the cache may hand out the source itself, which needs no copy
             return None
+        self._copied.add(source.block_id)
         return BlockCopy(source.block_id, target.block_id, match.partial.tokens)
 
     def missing(self, request: RequestState, more: int = 0) -> int:

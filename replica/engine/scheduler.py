@@ -28,6 +28,7 @@ from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
 from .backlog import Backlog, backlog_of
 from .drafts import Drafter, Drafts
+from .host_blocks import HostBlocks
 from .queue_order import blocks_for_answers, choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
 from .request_blocks import RequestBlocks
@@ -76,7 +77,12 @@ class Scheduler:
     """The waiting and running requests of one replica, and the blocks of the running ones."""
 
     def __init__(
-        self, limits: SchedulerLimits, cache: PrefixCache, hasher: BlockHasher, drafter: Drafter | None = None
+        self,
+        limits: SchedulerLimits,
+        cache: PrefixCache,
+        hasher: BlockHasher,
+        drafter: Drafter | None = None,
+        host: HostBlocks | None = None,
     ) -> None:
         capacity = cache.free_blocks * hasher.block_size
         assert limits.max_model_len <= capacity, f"max_model_len {limits.max_model_len}, pool of {capacity} tokens"
@@ -84,7 +90,8 @@ class Scheduler:
         self.preemptions = 0
         self._cache = cache
         self._hasher = hasher
-        self._blocks = RequestBlocks(cache, hasher)
+        self._blocks = RequestBlocks(cache, hasher, host)
+        self._host = host
         drafted = min(limits.max_batched_tokens, limits.drafted_step_tokens or limits.max_batched_tokens)
         self._drafts = Drafts(drafter, drafted, limits.max_model_len, self._blocks)
         self._capacity_blocks = cache.free_blocks
@@ -94,6 +101,7 @@ class Scheduler:
         self._waiting = 0
         self._running: list[RequestState] = []  #: sorted by urgency
         self._arrivals = 0
+        self._allowance: StepAllowance | None = None  #: of the step that is planned
         self._prefilled = 0  #: prompt tokens scheduled since the start
 
     def __len__(self) -> int:
@@ -143,6 +151,8 @@ class Scheduler:
         `allowance`: for the step's prompts; None: only the limits count. Before the next call, each row must go to
         `complete` or `launch`, or its request to `finish`.
         """
+        self._blocks.begin_step()
+        self._allowance = allowance
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
         # Stop adding prompts when no more than this is left of the budget.
@@ -207,6 +217,8 @@ class Scheduler:
 
     def check(self) -> None:
         self._cache.check()
+        if self._host is not None:
+            self._host.check()
         lists = [*self._shares.waiting(), *self._running]
         assert sorted(map(id, lists)) == sorted(map(id, self._requests.values())), "a request is in no list, or in two"
         self._shares.check(self._waiting, self._running)
@@ -362,6 +374,10 @@ class Scheduler:
         self._waiting -= 1
         request.phase = RequestPhase.RUNNING
         insort(self._running, request, key=_by_urgency)
+        moved_s = self._blocks.take_moved_s()
+        if moved_s and self._allowance is not None:  # what was loaded and evicted must not make the step longer
+            self._allowance.charge(moved_s)
+            budget = max(1, min(budget, self._allowance.tokens(request.cached_now, request.computed)))
         return self._row(request, budget, self._blocks.copy_of_partial(request, match))
 
     def _enqueue(self, request: RequestState, match: PrefixMatch) -> None:

@@ -35,6 +35,29 @@ class BlockCopy(NamedTuple):
     tokens: int
 
 
+class Save(NamedTuple):
+    """Copy the KV of block `block_id` to a slot of host memory, as this generation of the slot."""
+
+    block_id: int
+    slot: int
+    generation: int
+
+
+class Load(NamedTuple):
+    """Copy this generation of a slot of host memory to block `block_id`."""
+
+    slot: int
+    generation: int
+    block_id: int
+
+
+class Move(NamedTuple):
+    """Blocks to move between two steps: all saves are read before any load is written."""
+
+    saves: list[Save]
+    loads: list[Load]
+
+
 class SlotStart(NamedTuple):
     """Assigns a slot of the device's request table to a request; holds its sampling parameters."""
 

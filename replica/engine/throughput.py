@@ -44,6 +44,11 @@ class StepAllowance:
         fit = 0.0 if seconds <= 0 else 2 * seconds / (linear + math.sqrt(linear * linear + 2 * cost.pair_s * seconds))
         return max(0, self.least, int(min(fit, 1e9)))
 
+    def charge(self, seconds: float) -> None:
+        """Take the time of something else than prompts from the step."""
+        self.seconds -= seconds
+        self.least -= round(seconds / self.cost.token_s) if self.cost.token_s > 0 else 0
+
     def spend(self, span: PrefillSpan) -> None:
         self.seconds -= self.cost.total(work_of([span]))
         self.least -= span.end - span.start

@@ -13,7 +13,7 @@ from ...kvcache.sizing import MemoryReading
 from ..attention.choice import choose_attention, fp8_kv_problem
 from ..attention.paged import Batch, KvPool, PagedAttention
 from ..config import ReplicaSettings, for_device
-from ..engine.step_plan import BlockCopy, PlanRow, RaggedBatch, StepPlan, lay_out, plan_of_rows
+from ..engine.step_plan import BlockCopy, Load, PlanRow, RaggedBatch, Save, StepPlan, lay_out, plan_of_rows
 from ..errors import StartupError
 from ..kernels.choice import choose_kernels, compiled_problem
 from ..models.base import Model
@@ -21,6 +21,7 @@ from ..models.loading import TORCH_DTYPES, load_model
 from ..models.spec import ModelSpec
 from ..parallel.rank_group import RankGroup
 from ..progress import report
+from .host_store import FAILURES, HostStore
 
 if TYPE_CHECKING:
     from .captured_steps import CapturedSteps, Forward
@@ -139,6 +140,8 @@ class ModelRunner:
         self.device = resolve_device(settings)
         #: None before `allocate_kv`.
         self.pool: KvPool | None = None
+        #: None without a host tier.
+        self.host: HostStore | None = None
         self.captured_steps: CapturedSteps | None = None
         self._attention_backend = settings.attention_backend
         self._step_tokens = for_device(settings, cuda=self.device.type == "cuda").max_batched_tokens
@@ -162,6 +165,28 @@ class ModelRunner:
         if self._memory is not None:
             self._memory.begin()
 
+    def allocate_host(self, slots: int) -> None:
+        """Allocate host memory for so many blocks; 0 frees it. Call after `allocate_kv`. Raises StartupError."""
+        assert self.pool is not None, "allocate_host before allocate_kv"
+        self.host = HostStore(slots, self.pool) if slots else None
+
+    def move(self, saves: Sequence[Save], loads: Sequence[Load]) -> list[str | None]:
+        """Move blocks between the pool and host memory, before later steps. For each load, why it failed, or None.
+
+        All ranks must be called with the same blocks; a load that failed on one of them has failed.
+        """
+        assert self.host is not None, "move before allocate_host"
+        codes = self.host.move(saves, loads)
+        if self._group is not None and loads:
+            # One row for each kind, as the codes of several ranks cannot be told from their sum.
+            kinds = range(1, 1 + len(FAILURES))
+            failed = torch.tensor([[code == kind for code in codes] for kind in kinds], dtype=torch.int32)
+            sums = self._group.all_reduce(failed.to(self.device)).tolist()
+            codes = [
+                next((kind for kind, row in zip(kinds, sums, strict=True) if row[at]), 0) for at in range(len(codes))
+            ]
+        return [FAILURES[code - 1] if code else None for code in codes]
+
     def readings(self) -> list[MemoryReading]:
         """Memory readings of all ranks since `allocate_kv`, in rank order; empty above rank 0. Call on all ranks."""
         assert self._memory is not None, f"nothing is measured on {self.device}"
@@ -173,7 +198,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the KV pool and captured steps. Call before the rank group is freed, which may hang otherwise."""
-        self.pool, self._attention, self.captured_steps = None, None, None
+        self.pool, self.host, self._attention, self.captured_steps = None, None, None, None
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:

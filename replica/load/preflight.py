@@ -29,6 +29,8 @@ from .weight_shapes import headers_problem
 _MIN_DTYPE_BYTES = 2
 #: Prompt and answer of a short request. A pool with less room is refused: chat templates alone take tens of tokens.
 SHORT_REQUEST_TOKENS = 64
+#: A host tier of fewer blocks would evict each before it is used again.
+LEAST_HOST_SLOTS = 16
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -60,6 +62,7 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
     check_ranks(config, settings, pickled=are_pickled(folder))
     check_length(config, settings, cache)
     check_pool(config, settings, cache)
+    check_host(config, settings, cache)
     ranks = settings.tensor_parallel_size
     check_disk(cache.disk_kv, cache.disk_kv_size, prefix_caching=cache.prefix_caching, ranks=ranks)
 
@@ -269,6 +272,34 @@ def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSet
         return
     if cache.kv_cache_bytes and (least := _min_block_bytes(config, settings, cache)):
         blocks_that_fit(cache.kv_cache_bytes, least)
+
+
+def check_host(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
+    """Check that the host tier can be used, as far as the settings and the model's size tell. Raises StartupError."""
+    if not cache.host_kv_memory:
+        return
+    if not cache.prefix_caching:
+        raise StartupError("host_kv_memory: it keeps cached prefixes, and prefix_caching is off; set one or the other")
+    host_slots(cache.host_kv_memory, _min_block_bytes(config, settings, cache) * settings.tensor_parallel_size or 1)
+
+
+def host_slots(memory: int, block_bytes: int, available: int | None = None) -> int:
+    """How many blocks of `block_bytes`, on all ranks together, a host tier of so much memory holds.
+
+    `available`: bytes that the machine has left. Raises StartupError, which says what to set.
+    """
+    slots = memory // block_bytes
+    if slots < LEAST_HOST_SLOTS:
+        raise StartupError(
+            f"host_kv_memory {memory:,}: it holds {slots} blocks of {block_bytes:,} bytes; set at least "
+            f"{LEAST_HOST_SLOTS * block_bytes:,}, or 0 for no host tier"
+        )
+    if available is not None and memory > available:
+        raise StartupError(
+            f"host_kv_memory {memory:,}: the machine has {max(0, available):,} bytes left besides weights and KV pool; "
+            "lower it, cpu_memory_utilization or the number of replicas"
+        )
+    return slots
 
 
 def _min_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> int:

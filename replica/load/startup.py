@@ -17,7 +17,7 @@ from ..engine.logit_edits import SamplingRow
 from ..engine.logprobs import prompt_logprobs
 from ..engine.sampler import sample
 from ..engine.scheduler import PROMPT_LOGPROBS_CHUNK, SchedulerLimits
-from ..engine.step_plan import PlanRow, StepPlan, plan_of_rows
+from ..engine.step_plan import Load, PlanRow, Save, StepPlan, plan_of_rows
 from ..engine.throughput import SmoothedRates
 from ..errors import StartupError
 from ..messages import SamplingParams
@@ -37,6 +37,8 @@ CPU_PREFILL_STEP_TOKENS = 128
 #: Long enough that a step's fixed cost hardly matters, short enough not to delay the start.
 WARM_UP_TOKENS = 256
 WARM_UP_REPEATS = 3
+#: Blocks saved and loaded in one measured move. Not tuned.
+MOVED_AT_ONCE = 4
 REMEDY = "lower max_batched_tokens or max_running_requests, or share the weights (tensor_parallel_size)"
 
 
@@ -130,6 +132,18 @@ def resolve_limits(
     return SchedulerLimits(
         settings.max_running_requests, settings.max_batched_tokens, longest, prefill_step_tokens=fills
     )
+
+
+def measure_move(executor: Executor, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds to move one block between the pool and host memory, the fastest of some attempts."""
+    saves, loads = [Save(1, 0, 1)] * MOVED_AT_ONCE, [Load(0, 1, 1)] * MOVED_AT_ONCE
+    seconds = []
+    for _ in range(1 + WARM_UP_REPEATS):
+        began = clock()
+        failed = executor.move(saves, loads)
+        seconds.append((clock() - began) / (len(saves) + len(loads)))
+        assert not any(failed), f"a load of the measurement failed: {failed}"
+    return min(seconds)
 
 
 def measure_rates(

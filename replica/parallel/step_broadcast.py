@@ -24,6 +24,7 @@ from ..errors import RankLost, StartupError
 log = logging.getLogger(__name__)
 
 HELLO, ALLOCATE, READ, STEP, LAUNCH, STOP = b"hello", b"allocate", b"read", b"step", b"launch", b"stop"
+ALLOCATE_HOST, MOVE = b"allocate host", b"move"
 SECRET_BYTES = 32
 #: How long ranks wait for each other, as each loads the model at its own pace.
 JOIN_TIMEOUT_S = 300.0

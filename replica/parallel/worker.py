@@ -16,7 +16,7 @@ import torch
 from ...kvcache.sizing import MemoryReading
 from ..config import ReplicaSettings
 from ..engine.overlapped import DrawTerms
-from ..engine.step_plan import StepPlan
+from ..engine.step_plan import Load, Move, Save, StepPlan
 from ..errors import RankLost, StartupError
 from ..execute.gpu_runner import DrawnTokens, GpuRunner, RunnerLoader, load_runner
 from ..execute.runner import ModelRunner, resolve_device
@@ -24,7 +24,19 @@ from ..load.cpu_threads import ThreadTuner, thread_choice
 from ..rank_server import RankServer
 from .plan_wire import PlanDecoder, PlanEncoder
 from .rank_group import RankGroup
-from .step_broadcast import ALLOCATE, JOIN_TIMEOUT_S, LAUNCH, READ, STEP, STOP, RankPlace, StepBroadcast, WorkerLink
+from .step_broadcast import (
+    ALLOCATE,
+    ALLOCATE_HOST,
+    JOIN_TIMEOUT_S,
+    LAUNCH,
+    MOVE,
+    READ,
+    STEP,
+    STOP,
+    RankPlace,
+    StepBroadcast,
+    WorkerLink,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +83,15 @@ class RankGroupExecutor:
     def readings(self) -> list[MemoryReading]:
         self._broadcast.send(READ)
         return self._runner.readings()
+
+    def allocate_host(self, slots: int) -> None:
+        self._broadcast.send(ALLOCATE_HOST, msgspec.msgpack.encode(slots))
+        self._runner.allocate_host(slots)
+
+    def move(self, saves: Sequence[Save], loads: Sequence[Load]) -> list[str | None]:
+        """Move blocks on all ranks. Raises RankLost for any failure but that of a load."""
+        self._broadcast.send(MOVE, msgspec.msgpack.encode(Move([*saves], [*loads])))
+        return _run_move(self._runner, saves, loads, rank=0)
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Run one step. Raises RankLost for any failure: after a partial step, the ranks' states differ permanently."""
@@ -175,6 +196,10 @@ class RankWorker(RankServer):
             self._runner.allocate_kv(msgspec.msgpack.decode(payload, type=int))
         elif kind == READ:
             self._runner.readings()
+        elif kind == ALLOCATE_HOST:
+            self._runner.allocate_host(msgspec.msgpack.decode(payload, type=int))
+        elif kind == MOVE:
+            _run_move(self._runner, *msgspec.msgpack.decode(payload, type=Move), rank=self._rank)
         else:
             assert kind in (STEP, LAUNCH), f"unknown message {kind!r}"
             plan = self._plans.decode(payload)
@@ -191,3 +216,10 @@ def _run_step(run: Callable[[StepPlan], T], plan: StepPlan, rank: int) -> T:
         return run(plan)
     except Exception as error:
         raise RankLost(f"step {plan.step} failed on rank {rank}: {error}") from error
+
+
+def _run_move(runner: ModelRunner, saves: Sequence[Save], loads: Sequence[Load], rank: int) -> list[str | None]:
+    try:
+        return runner.move(saves, loads)
+    except Exception as error:
+        raise RankLost(f"blocks could not be moved on rank {rank}: {error}") from error

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from homing.cluster.engine_actors import EngineActors, engine_addresses
+from homing.cluster.local_ray import NODE_ENVIRONMENT
 from homing.router.errors import BackendsInvalid
 from homing.router.replicas.external.discovery import EngineAddress
 
@@ -58,7 +59,7 @@ def test_the_list_of_an_unreachable_cluster_is_closed_at_once() -> None:
 def gcs() -> Iterator[str]:
     """The address of a running Ray's control store."""
     before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update(NODE_ENVIRONMENT, RAY_AUTH_MODE="disabled")
     import ray
 
     try:

@@ -10,16 +10,28 @@ from contextlib import contextmanager
 
 import pytest
 
+#: A process that a script starts in the background inherits that it ignores SIGINT.
 PROGRAM = """
 import asyncio, os, signal, socket, sys
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 from homing.cluster.errors import ClusterError
+from homing.cluster import worker
 from homing.cluster.worker import Worker, run_worker
+
+worker.HANG_S = 1.0
 
 async def until_stopped(worker):
     stop = asyncio.Event()
     worker.on_stop(stop.set)
     print("running", os.getpid(), worker.restarts, (worker.note or b"").decode(), flush=True)
     await stop.wait()
+
+async def hang(worker):
+    worker.write_note(b"one")
+    worker.on_stop(None)
+    while True: pass
 
 def work(worker):
 {body}
@@ -72,11 +84,21 @@ def line(process: "subprocess.Popen[str]") -> list[str]:
             0,
             ["again it was killed by SIGKILL; starting again"] * 2 + ["b'torn1'"],
         ),
+        (
+            "if worker.restarts: return 0\nworker.write_note(b'one')\nraise ValueError",
+            0,
+            ["again it ended with code 1; starting again"],
+        ),
+        (
+            "if worker.restarts: return 0\nasyncio.run(hang(worker))",
+            0,
+            ["again its event loop did not run for 1 s; starting again"],
+        ),
     ],
-    ids=["ends", "fails", "raises", "killed at once", "killed again and again", "notes"],
+    ids=["ends", "fails", "raises", "killed at once", "killed again and again", "notes", "error later", "hangs"],
 )
-def test_the_worker_is_started_again_only_when_it_is_killed(body: str, code: int, lines: list[str]) -> None:
-    """A worker that ends by itself had a reason, and one that never got ready would be killed for ever."""
+def test_the_worker_is_started_again_only_when_it_dies(body: str, code: int, lines: list[str]) -> None:
+    """A worker that ends before it is ready had a reason, and one that never gets ready would be killed for ever."""
     with running(body) as process:
         said, _ = process.communicate(timeout=60)
 

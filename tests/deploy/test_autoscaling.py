@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from homing.cluster.local_ray import NODE_ENVIRONMENT
+
 from .hosts import NAMESPACES, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.every_commit, pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -47,7 +49,7 @@ homing() { "$PYTHON" -P -m homing.cluster.cli.main "$@"; }
 ray get-auth-token --generate > /dev/null
 start="ray start --head --num-cpus=0 --include-dashboard=false --object-store-memory=80000000"
 $start --autoscaling-config="$CONFIG" > /dev/null
-homing serve --ray-address auto --port 8000 --replicas 1 --detach
+timeout 200 "$PYTHON" -P -m homing.cluster.cli.main serve --ray-address auto --port 8000 --replicas 1 --detach
 homing status --json > "$HOME/status.json"
 homing stop
 """
@@ -65,7 +67,7 @@ def test_a_machine_comes_for_a_replica_that_wants_room(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOMING_", "RAY_"))}
     done = subprocess.run(
         [*NAMESPACES, "bash", "-c", SCRIPT],
-        env=kept | told | fake | ours | {"RAY_USAGE_STATS_ENABLED": "0"},
+        env=kept | told | fake | ours | NODE_ENVIRONMENT | {"RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from homing.cluster.local_ray import NODE_ENVIRONMENT
 from homing.cluster.registry import wait_gone
 
 from .parent_death import end_with_us
@@ -55,7 +56,8 @@ def two_nodes() -> Iterator[Nodes]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, contextlib.ExitStack() as stack:
         token = Path(folder, "token")
         token.write_text(secrets.token_hex(16))
-        environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        told = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        environment = NODE_ENVIRONMENT | told
         found = Nodes(f"{ray.util.get_node_ip_address()}:{free_port()}", environment, [])
         stack.callback(end, found.processes)
         port = found.address.split(":")[1]

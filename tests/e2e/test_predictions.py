@@ -28,8 +28,8 @@ class Mix:
         self._http = http
 
     def ask(self, path: str, body: dict[str, object]) -> dict[str, object]:
-        """Send a request and return the answer's first choice."""
-        answer = self._http.post(path, json=body | {"max_tokens": 24, "temperature": 0})
+        """Send a request and return the answer's first choice: long enough to end a block."""
+        answer = self._http.post(path, json=body | {"max_tokens": 17, "temperature": 0})
         choice: dict[str, object] = answer.raise_for_status().json()["choices"][0]
         return choice
 
@@ -76,9 +76,9 @@ def test_in_steady_state_the_router_knows_what_replicas_have_cached(cluster: Ser
         mix = Mix(http)
         mix.run(range(3))
         before = predictions(cluster)
-        mix.run(range(3, 28))
+        mix.run(range(3, 18))
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(mix.run, [range(start, start + 7) for start in range(28, 56, 7)]))
+            list(pool.map(mix.run, [range(start, start + 10) for start in range(18, 58, 10)]))
     after = predictions(cluster)
 
     counted = {result: after[result] - before[result] for result in RESULTS}

@@ -104,6 +104,26 @@ class FakeExecutor:
     model: FakeModel
     fail_next: int = 0
     error: type[Exception] = RuntimeError
+    #: By slot: a generation, and the KV that was saved as it.
+    host: dict[int, tuple[int, list[int | None]]] = field(default_factory=dict)
+    #: Why the next loads fail; None: the load succeeds.
+    load_failures: list[str | None] = field(default_factory=list)
+
+    def move(self, saves, loads):
+        size = self.model.block_size
+        for save in saves:
+            begin = save.block_id * size
+            self.host[save.slot] = save.generation, self.model.memory[begin : begin + size]
+        return [self._load(load) for load in loads]
+
+    def _load(self, load) -> str | None:
+        generation, entries = self.host[load.slot]
+        assert generation == load.generation, f"slot {load.slot} holds {generation}, not {load.generation}"
+        if self.load_failures and (failure := self.load_failures.pop(0)):
+            return failure
+        begin = load.block_id * self.model.block_size
+        self.model.memory[begin : begin + len(entries)] = entries
+        return None
 
     def forward(self, plan: StepPlan):
         import torch

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import xor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from homing.events.config import EventsSettings
 from homing.events.follow.feed import EventFeed, FeedSink
 from homing.events.follow.subscription import Apply, FeedStatus, Reset
 from homing.events.wire.cache_events import Cleared, Removed, Stored
-from homing.events.wire.messages import LOAD_TOPIC, LoadReport
+from homing.events.wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, Heartbeat, LoadReport, TierDigest
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
@@ -51,24 +53,25 @@ def replica(folder: Path, tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-class LoadListener:
-    """Reads a replica's load reports."""
+class StateListener:
+    """Reads a replica's load reports, or another topic of its state."""
 
-    def __init__(self, running: Served) -> None:
+    def __init__(self, running: Served, topic: bytes = LOAD_TOPIC, kind: type = LoadReport) -> None:
+        self.kind = kind
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
         self.socket.linger = 0
-        self.socket.subscribe(LOAD_TOPIC)
+        self.socket.subscribe(topic)
         self.socket.connect(running.description.event_endpoints.state)
 
-    def until(self, holds: Callable[[LoadReport], bool]) -> LoadReport:
+    def until(self, holds: Callable[[Any], bool]) -> Any:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if self.socket.poll(1000):
-                report = msgspec.msgpack.decode(self.socket.recv_multipart()[1], type=LoadReport)
+                report = msgspec.msgpack.decode(self.socket.recv_multipart()[1], type=self.kind)
                 if holds(report):
                     return report
-        raise AssertionError("no matching load report arrived")
+        raise AssertionError(f"no matching {self.kind.__name__} arrived")
 
     def close(self) -> None:
         self.socket.close()
@@ -76,8 +79,8 @@ class LoadListener:
 
 
 @pytest.fixture
-def loads(replica: Served) -> Iterator[LoadListener]:
-    listener = LoadListener(replica)
+def loads(replica: Served) -> Iterator[StateListener]:
+    listener = StateListener(replica)
     yield listener
     listener.close()
 
@@ -137,6 +140,88 @@ def test_blocks_on_disk_answer_after_a_restart_unless_they_are_damaged(folder: P
     assert cached == [0, 31, 0]
 
 
+#: Ids of four prompts that share nothing, of six blocks of 8 and a bit; a pool of 14 blocks holds two.
+SPREAD = [list(range(start, start + 50)) for start in (3, 53, 103, 153)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap", "disk"), [("auto", "off", True), ("fp8", "off", False), ("auto", "on", False)]
+)
+def test_prompts_that_the_pool_evicted_are_loaded_from_host_memory(
+    folder: Path, tmp_path: Path, kind: str, overlap: str, disk: bool
+) -> None:
+    """The working set is three times the pool. A bit that flips in host memory is found, and the block is computed; a
+    reset leaves nothing there. The answers are those of the first time in all cases.
+    """
+    options: dict[str, Any] = {
+        "kvcache": {"num_kv_blocks": 15, "host_kv_memory": 1 << 20},
+        "settings": {
+            "kv_cache_dtype": kind,
+            "overlap_steps": overlap,
+            "dtype": "bfloat16" if kind == "fp8" else "float32",
+        },
+    }
+    if disk:
+        options["kvcache"] |= {"disk_kv": str(tmp_path / "disk"), "disk_kv_size": 1 << 20}
+    (sockets := tmp_path / "sockets").mkdir()
+    with served(folder, sockets, **options) as running:
+        client, listener = running.client(), StateListener(running)
+
+        def ask(first: int) -> list[list[int]]:
+            for number, prompt in enumerate(SPREAD, start=first):
+                client.ask(number, prompt, max_tokens=12)
+                client.wait(number)
+            return [client.tokens(number) for number in range(first, first + len(SPREAD))]
+
+        computed, loaded = ask(0), ask(4)
+        outputs = [client.outputs[number][0] for number in range(8)]
+        assert [output.cached_tokens for output in outputs] == [0] * 4 + [48] * 4
+        assert [dict(output.loaded_tokens) for output in outputs[4:]] == [{"CPU": 48}] * 4
+        assert loaded == computed
+        report = listener.until(lambda load: load.counters.host_hit_tokens == 192)
+        (tier,) = report.tiers
+        assert tier.medium == "CPU"
+        assert 24 <= tier.used_blocks <= tier.total_blocks
+        assert tier.load_block_s > 0
+
+        store = running.server._engine._executor.host  # between steps: nothing runs
+        store.rows[:, 5] ^= 1
+        assert ask(8) == computed
+        assert (
+            listener.until(lambda load: "host_corrupt" in load.counters.tier_failures).counters.host_hit_tokens == 192
+        )
+        assert client.reset_cache(1)
+        assert ask(12) == computed
+        assert [client.outputs[number][0].cached_tokens for number in range(12, 16)] == [0] * 4
+        listener.close()
+
+
+def test_heartbeats_tell_what_is_in_the_pool_and_in_host_memory(folder: Path, tmp_path: Path) -> None:
+    """A router compares its index with these digests; a change that was never announced would make them differ."""
+    options: dict[str, Any] = {"kvcache": {"num_kv_blocks": 15, "host_kv_memory": 1 << 20}}
+    with served(folder, tmp_path, **options) as running:
+        client = running.client()
+        for number, prompt in enumerate(SPREAD * 2):
+            client.ask(number, prompt, max_tokens=12)
+            client.wait(number)
+        engine = running.server._engine
+        held = running.server._ask(lambda: [*engine._host.tier._held])
+        pool, tier = (reduce(xor, map(wire_hash, hashes)) for hashes in (running.resident_hashes(), held))
+
+        listener = StateListener(running, HEARTBEAT_TOPIC, Heartbeat)
+        listener.until(lambda beat: (beat.digest, beat.tiers) == (pool, [TierDigest("CPU", len(held), tier)]))
+        listener.close()
+
+
+def test_a_replica_that_cannot_have_its_host_memory_says_why(folder: Path) -> None:
+    for memory, message in (
+        (100, r"host_kv_memory 100: it holds 0 blocks of 4,096 bytes; set at least 65,536"),
+        (1 << 50, r"host_kv_memory 1,125,899,906,842,624: the machine has [\d,]+ bytes left"),
+    ):
+        with pytest.raises(StartupError, match=message), served(folder, None, kvcache={"host_kv_memory": memory}):
+            pass
+
+
 def test_a_replica_that_cannot_use_its_disk_says_why(folder: Path, tmp_path: Path) -> None:
     """Nothing stays open or behind; the setting to change is named."""
     (tmp_path / "file").write_text("mine")
@@ -157,7 +242,7 @@ def test_a_replica_serves_without_a_broken_disk(folder: Path, tmp_path: Path, mo
 
     monkeypatch.setattr("homing.replica.server.open_rank_file", broken)
     with served(folder, tmp_path, kvcache={"disk_kv": str(tmp_path), "disk_kv_size": 1 << 20}) as running:
-        listener = LoadListener(running)
+        listener = StateListener(running)
         client = running.client()
         client.ask(1, [3, 4, 5])
         client.wait(1)
@@ -189,7 +274,7 @@ def test_preemption_in_a_tiny_pool_changes_no_token(
     kvcache = {"block_size": 4, "num_kv_blocks": blocks}
 
     with served(folder, tmp_path, settings=settings, kvcache=kvcache) as running:
-        client, loads = running.client(), LoadListener(running)
+        client, loads = running.client(), StateListener(running)
         for number, prompt in enumerate(prompts):
             client.ask(number, prompt, max_tokens=24, ignore_eos=False)
         client.wait(*range(len(prompts)))
@@ -215,7 +300,7 @@ def test_answers_that_repeat_themselves_come_several_tokens_at_once(
     assert max(len(output.token_ids) for output in client.outputs[1]) > 1
 
 
-def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: LoadListener) -> None:
+def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: StateListener) -> None:
     """A disconnected client must not hold memory: no token follows after the step in progress."""
     client = replica.client()
     client.ask(1, [5, 6, 7], max_tokens=200)
@@ -228,7 +313,7 @@ def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: LoadLis
     assert len(client.tokens(1)) < 200
 
 
-def test_the_load_report_tells_what_was_accepted_and_measured(replica: Served, loads: LoadListener) -> None:
+def test_the_load_report_tells_what_was_accepted_and_measured(replica: Served, loads: StateListener) -> None:
     """Accepted counts tell a router which of its requests the report includes."""
     client = replica.client()
     client.ask(7, list(range(3, 60)))
@@ -323,7 +408,7 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(spelling_
     assert 1 not in client.refused
 
 
-def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Served, loads: LoadListener) -> None:
+def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Served, loads: StateListener) -> None:
     """The refusal allows a retry on another replica."""
     client = replica.client()
     client.ask(1, [5, 6, 7], max_tokens=30)
@@ -337,7 +422,7 @@ def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Serve
     assert loads.until(lambda report: report.draining and not report.running)
 
 
-def test_a_router_that_vanished_loses_its_requests_and_stops_nobody(replica: Served, loads: LoadListener) -> None:
+def test_a_router_that_vanished_loses_its_requests_and_stops_nobody(replica: Served, loads: StateListener) -> None:
     """Sends to the lost router fail at once; another router's stream continues."""
     client, other = replica.client(), Client(replica.description, replica.hasher, b"router-2")
     other.ask(1, [9, 8, 7], max_tokens=240)

@@ -101,6 +101,13 @@ def test_a_machine_in_order_has_no_fault() -> None:
             "error",
             "2 ranks need 1.0 GiB for KV and 0.0 for weights, 0.5 GiB",
         ),
+        (
+            {},
+            {"host_kv_memory": str(20 * GIB)},
+            "memory",
+            "error",
+            "2 ranks need 0.0 GiB for KV and 0.0 for weights and 40.0 for evicted blocks, 32.0 GiB",
+        ),
         ({"shared_memory_bytes": 64 << 20}, {}, "shared memory", "warning", "/dev/shm has 64 MiB"),
         ({"shared_memory_bytes": None}, {}, "shared memory", "warning", "no /dev/shm"),
         ({"open_files": 1024}, {}, "file limits", "warning", "1024 files"),

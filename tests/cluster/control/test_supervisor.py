@@ -11,6 +11,7 @@ import pytest
 from homing.cluster.control.diagnosis import explain_pending
 from homing.cluster.control.rank_groups import node_resources
 from homing.cluster.control.supervisor import MIN_CPUS, Supervisor
+from homing.cluster.local_ray import NODE_ENVIRONMENT
 
 from ..fakes import FakeRank, FakeRouter
 
@@ -62,7 +63,7 @@ def bundle(gpus: float) -> dict[str, float]:
 def nodes() -> Iterator[None]:
     """Ray's own test utility for several nodes on one machine."""
     before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update(NODE_ENVIRONMENT, RAY_AUTH_MODE="disabled")
     import ray
     from ray.cluster_utils import Cluster as RayCluster
 

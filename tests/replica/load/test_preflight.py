@@ -294,3 +294,16 @@ def test_a_tokenizer_of_another_model_is_named(tmp_path: Path, vocabulary: objec
         StartupError, match=r"tokenizer: .*other.tokenizer\.json has the token id 4,096, but .* 4,096 tokens"
     ):
         check(demo_model_path(), tokenizer=str(other))
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ({"host_kv_memory": 1000}, "host_kv_memory 1,000: it holds 0 blocks of 4,096 bytes; set at least 65,536, or 0"),
+        ({"host_kv_memory": 1 << 30, "prefix_caching": False}, "host_kv_memory: .* prefix_caching is off"),
+    ],
+)
+def test_a_host_tier_that_cannot_work_is_refused(folder: Path, cache: dict[str, object], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        check(folder, KvCacheSettings(**cache))
+    check(folder, KvCacheSettings(host_kv_memory=65_536))

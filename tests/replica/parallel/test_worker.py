@@ -51,6 +51,28 @@ def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
     }
 
 
+def test_each_rank_keeps_its_share_of_evicted_blocks_in_host_memory(folder: Path, tmp_path: Path) -> None:
+    """The same prompts are answered alike computed, loaded, and after a load that failed on one of the ranks only."""
+    port = free_port()
+    spread = [list(range(start, start + 50)) for start in (3, 53, 103, 153)]
+    options = rank_0(port) | {"kvcache": {"num_kv_blocks": 15, "host_kv_memory": 1 << 20}}
+    with rank_process(folder, 1, port) as worker:
+        with served(folder, tmp_path, **options) as running:
+            client = running.client()
+            for number in range(12):
+                if number == 8:
+                    running.server._engine._executor._runner.host.rows[:, 5] ^= 1
+                client.ask(number, spread[number % 4], max_tokens=8)
+                client.wait(number)
+
+        assert worker.wait(PATIENCE_S) == 0
+    answers = [client.tokens(number) for number in range(12)]
+    assert answers[4:] == answers[:4] * 2
+    assert [dict(client.outputs[number][0].loaded_tokens).get("CPU", 0) for number in range(12)] == [0] * 4 + [
+        48
+    ] * 4 + [0] * 4
+
+
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_two_ranks_answer_like_one_and_end_together(
     folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]], overlap: str

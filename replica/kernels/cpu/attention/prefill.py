@@ -17,17 +17,20 @@ from numba import carray, njit
 
 from ....models.base import AttentionRule
 from ...base import PagedRows
-from ..linear.tile import OUTPUTS, ROWS
+from ..linear.tile import VECTORS
 from ..runtime.compilation import Kernel, kernel
 from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
-from ..runtime.vectors import SINGLE, WORD, Dot, dot
-from .prefill_loops import KEYS, LOWEST, QUERIES, scores_of, sums_of, weights_of
+from ..runtime.tiles import configure_tiles, release_tiles, tiles_usable
+from ..runtime.vectors import LANES, SINGLE, WORD, Dot, dot
+from .prefill_loops import LOWEST, QUERIES, copy_of, product_of, rescale_sums, rows_of, transpose_of, weights_of
 
 #: Tokens per block. 64 and 256 were equally fast on a Zen 4.
 BLOCK = 128
 #: Query tiles that share a block.
 TILES = 8
+#: What tokens and values of a block are padded to with zeros.
+PADDING = 2 * LANES
 #: Words of a query's state: its greatest score, the sum of its weights, its last visible token.
 STATE = 3
 #: The window of layers without one: more tokens than any row has.
@@ -47,8 +50,8 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Length of a query's sums: `value_dim`, padded to whole vectors."""
-        return -(-self.value_dim // OUTPUTS) * OUTPUTS
+        """Length of a query's sums: `value_dim`, padded to whole vectors of words, and to whole products."""
+        return -(-self.value_dim // PADDING) * PADDING
 
     @property
     def tile(self) -> int:
@@ -57,8 +60,8 @@ class Sizes:
 
     @property
     def scratch(self) -> int:
-        """Bytes of the tiles, and of a block's scores, values, rescaling factors and keys."""
-        block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
+        """Bytes of the tiles, and of a block's scores, keys, values before and after transposing, rescaling factors."""
+        block = BLOCK * (QUERIES + self.key_words) + 2 * BLOCK // self.numbers * self.width + QUERIES
         return TILES * self.tile + block * WORD
 
 
@@ -82,14 +85,21 @@ def prefill(
     tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, first_queries, out, scratch
     strides = q.stride(0), out.stride(0), rows.tables.stride(0)
     counts = len(rows.seq_lens), kv_heads, page, *strides, rule.window or NO_WINDOW
-    compiled = _compiled(storage, sizes, dot() if sizes.numbers == 2 else SINGLE)
+    compiled = _compiled(storage, sizes, _dot(sizes))
     run(compiled, tensors, (*counts, rule.scale * math.log2(math.e)), threads)
 
 
+def _dot(sizes: Sizes) -> Dot | None:
+    """How words are multiplied; None: by matrix registers, which take whole registers of words."""
+    if sizes.numbers == 1:
+        return SINGLE
+    return None if sizes.key_dim % PADDING == 0 and tiles_usable() else dot()
+
+
 @functools.cache
-def _compiled(storage: Storage, sizes: Sizes, dot: Dot) -> Kernel:
+def _compiled(storage: Storage, sizes: Sizes, dot: Dot | None) -> Kernel:
     size, key_dim, value_dim, group = storage.size, sizes.key_dim, sizes.value_dim, sizes.group
-    attend, scratch_size = _attend(storage, sizes, dot), sizes.scratch
+    attend, scratch_size, tiled = _attend(storage, sizes, dot), sizes.scratch, dot is None
 
     @kernel
     def prefill(data, thread, threads) -> None:
@@ -101,6 +111,8 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot) -> Kernel:
         lengths = carray(pointer(args[4]), (rows,), np.int32)
         firsts = carray(pointer(args[5]), (rows + 1,), np.int32)
         scratch = args[7] + thread * scratch_size
+        if tiled:
+            configure_tiles(scratch)
         whole, done = np.int64(0), np.int64(0)
         for row in range(rows):
             queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
@@ -123,6 +135,8 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot) -> Kernel:
                 for tile in range(first, stop, TILES):
                     tiles = tile, min(tile + TILES, stop)
                     attend(tiles, addresses, pages, (kv_heads, head, page), (queries, length, window), scale)
+        if tiled:
+            release_tiles()
 
     return prefill
 
@@ -151,6 +165,7 @@ def _tile_ends(storage: Storage, sizes: Sizes) -> tuple[Any, Any]:
     """The functions that set up a tile of queries and store its results."""
     kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
     group, key_words, width = sizes.group, sizes.key_words, sizes.width
+    transpose = transpose_of(1)
 
     @njit(error_model="numpy")
     def begin_tile(scratch, query, query_step, tile, queries, length) -> None:
@@ -172,9 +187,15 @@ def _tile_ends(storage: Storage, sizes: Sizes) -> tuple[Any, Any]:
             sums[i] = np.float32(0)
 
     @njit(error_model="numpy")
-    def end_tile(scratch, out, out_step, tile, queries) -> None:
-        sums = carray(pointer(scratch + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
-        totals = carray(pointer(scratch + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
+    def end_tile(scratch, out, out_step, tile, queries, ordered) -> None:
+        """Divide the sums by the weights' totals. `ordered` is overwritten by the sums of one query after the other."""
+        sums_at = scratch + QUERIES * key_words * WORD
+        for i in range(0, width, LANES):
+            for lane in range(0, QUERIES, LANES):
+                source, target = sums_at + (i * QUERIES + lane) * WORD, ordered + (lane * width + i) * WORD
+                transpose(source, np.int64(QUERIES * WORD), target, np.int64(width * WORD))
+        sums = carray(pointer(ordered), (QUERIES, width), np.float32)
+        totals = carray(pointer(sums_at + (width + 1) * QUERIES * WORD), (QUERIES,), np.float32)
         for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
             number = tile * QUERIES + lane
             token, head = number // group, number % group
@@ -186,52 +207,49 @@ def _tile_ends(storage: Storage, sizes: Sizes) -> tuple[Any, Any]:
     return begin_tile, end_tile
 
 
-def _block_copies(sizes: Sizes) -> tuple[Any, Any]:
-    """The functions that copy a block's values and keys."""
-    numbers, key_words, width, value_dim = sizes.numbers, sizes.key_words, sizes.width, sizes.value_dim
+def _block_copies(sizes: Sizes) -> tuple[Any, Any, Any]:
+    """The functions that copy a block's keys and values, and that transpose the copied values."""
+    numbers, width, size = sizes.numbers, sizes.width, WORD // sizes.numbers
     bits = np.uint16 if numbers == 2 else np.uint32
+    transpose = transpose_of(numbers)
+
+    def rows_copy(length: int, row: int) -> Any:
+        copy = copy_of(length * size)
+
+        @njit(error_model="numpy")
+        def copy_rows(source, step, blocks, page, first, tokens, copied) -> None:
+            """Copy `length` numbers of each token from `first` on, into rows of `row` numbers."""
+            for token in range(first, first + tokens):
+                slot = np.int64(blocks[token // page]) * page + token % page
+                copy(source + slot * step, copied + (token - first) * row * size)
+
+        return copy_rows
 
     @njit(error_model="numpy")
-    def gather(values, step, blocks, page, first, tokens, ordered) -> None:
-        """Copy values from token `first` on, consecutive tokens in one word; pad with zeros to a multiple of `KEYS`."""
-        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
-        for word in range((tokens + numbers - 1) // numbers):
-            token = first + word * numbers
-            low = carray(pointer(values + _slot(blocks, page, token) * step), (value_dim,), bits)
-            if numbers == 1:
-                for i in range(value_dim):
-                    words[word, i] = low[i]
-            else:
-                lone = word * numbers + 1 == tokens
-                following = token if lone else token + 1
-                high = carray(pointer(values + _slot(blocks, page, following) * step), (value_dim,), bits)
-                mask = np.uint32(0 if lone else 0xFFFF0000)
-                for i in range(value_dim):
-                    words[word, i] = np.uint32(low[i]) | (np.uint32(np.uint32(high[i]) << np.uint32(16)) & mask)
-        for word in range((tokens + numbers - 1) // numbers, (tokens + KEYS - 1) // KEYS * KEYS // numbers):
-            for i in range(value_dim):
-                words[word, i] = np.uint32(0)
+    def transpose_values(copied, tokens, ordered) -> None:
+        """Store the copied values of a block by dimension; those of missing tokens are 0, because NaN * 0 is NaN."""
+        rows = carray(pointer(copied), (BLOCK, width), bits)
+        padded = (tokens + PADDING - 1) // PADDING * PADDING
+        for token in range(tokens, padded):
+            for i in range(width):
+                rows[token, i] = bits(0)
+        for token in range(0, padded, LANES):
+            for i in range(0, width, LANES * numbers):
+                source, target = copied + (token * width + i) * size, ordered + (i * BLOCK + token) * size
+                transpose(source, np.int64(width * size), target, np.int64(BLOCK * size))
 
-    @njit(error_model="numpy")
-    def copy(keys, step, blocks, page, first, tokens, copied) -> None:
-        """Copy the keys of `tokens` tokens from `first` on. What follows them in `copied` is never visible."""
-        words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
-        for token in range(tokens):
-            source = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
-            for word in range(key_words):
-                words[token, word] = source[word]
-
-    return gather, copy
+    return rows_copy(sizes.key_dim, sizes.key_dim), rows_copy(sizes.value_dim, width), transpose_values
 
 
-def _attend(storage: Storage, sizes: Sizes, dot: Dot) -> Any:
+def _attend(storage: Storage, sizes: Sizes, dot: Dot | None) -> Any:
     key_size, value_size, group = sizes.key_words * WORD, sizes.value_dim * storage.size, sizes.group
     tile_size, scores_at = sizes.tile, sizes.tile * TILES
     values_at = scores_at + BLOCK * QUERIES * WORD
-    rescale_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
-    keys_at = rescale_at + QUERIES * WORD
+    ordered_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
+    keys_at = ordered_at + BLOCK // sizes.numbers * sizes.width * WORD
+    rescale_at = keys_at + BLOCK * key_size
     begin_tile, end_tile = _tile_ends(storage, sizes)
-    gather, copy = _block_copies(sizes)
+    copy_keys, copy_values, transpose_values = _block_copies(sizes)
     add_block = _add_block(storage, sizes, dot)
 
     @njit(error_model="numpy")
@@ -240,7 +258,8 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot) -> Any:
         keys, values, table = pages
         kv_heads, head, page = shape
         queries, length, window = row
-        buffers = scratch + scores_at, scratch + keys_at, scratch + values_at, scratch + rescale_at
+        copied, ordered = scratch + values_at, scratch + ordered_at
+        buffers = scratch + scores_at, scratch + keys_at, copied, ordered, scratch + rescale_at
         for tile in range(tiles[0], tiles[1]):
             begin_tile(scratch + (tile - tiles[0]) * tile_size, query, query_step, tile, queries, length)
         begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
@@ -248,80 +267,86 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot) -> Any:
         blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
         for block in range(begin - begin % BLOCK, end, BLOCK):
             tokens = min(end - block, BLOCK)
-            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, buffers[2])
-            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, buffers[1])
+            copy_keys(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, buffers[1])
+            copy_values(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, copied)
+            transpose_values(copied, tokens, ordered)
             for tile in range(tiles[0], tiles[1]):
                 first, last = _ends(tile, queries, length, group)
                 if block <= last and block + BLOCK > first + 1 - window:
                     at, lanes = scratch + (tile - tiles[0]) * tile_size, queries * group - tile * QUERIES
                     add_block(at, buffers, block, (first, last, window), lanes, scale)
         for tile in range(tiles[0], tiles[1]):
-            end_tile(scratch + (tile - tiles[0]) * tile_size, out, out_step, tile, queries)
+            end_tile(scratch + (tile - tiles[0]) * tile_size, out, out_step, tile, queries, copied)
 
     return attend
 
 
-def _add_block(storage: Storage, sizes: Sizes, dot: Dot) -> Any:
+def _product(dot: Dot | None, adds: bool) -> Any:
+    few, all_lanes = product_of(dot, 1, adds), product_of(dot, VECTORS, adds)
+    of_few, of_all = rows_of(dot, 1), rows_of(dot, VECTORS)
+
+    @njit(error_model="numpy")
+    def multiply(rows, step, count, lanes, words, out, used) -> None:
+        """Like `prefill_loops.product_of`, for at least `count` rows and the first `used` lanes."""
+        if used <= LANES:
+            for row in range(0, count, of_few):
+                few(rows + row * step, step, lanes, words, out + row * QUERIES * WORD)
+        else:
+            for row in range(0, count, of_all):
+                all_lanes(rows + row * step, step, lanes, words, out + row * QUERIES * WORD)
+
+    return multiply
+
+
+def _add_block(storage: Storage, sizes: Sizes, dot: Dot | None) -> Any:
     kind, widen, value_dim = storage.kind, storage.widen, sizes.value_dim
-    numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
-    sums_at = QUERIES * sizes.key_words * WORD
+    numbers, width, key_words, key_size = sizes.numbers, sizes.width, sizes.key_words, sizes.key_words * WORD
+    sums_at = QUERIES * key_words * WORD
     state_at = sums_at + QUERIES * width * WORD
-    score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
+    score, add, together = _product(dot, adds=False), _product(dot, adds=True), rows_of(dot, 1)
     weigh, weigh_visible = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
-    high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
+    bits, non_finite = (np.uint16, np.uint16(0x7F80)) if numbers == 2 else (np.uint32, np.uint32(0x7F800000))
 
     @njit(error_model="numpy")
-    def are_finite(ordered, count) -> bool:
+    def are_finite(copied, count) -> bool:
         """Whether the values of the first `count` tokens contain neither NaN nor infinity."""
-        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
-        non_finite = np.uint32(0)
-        for word in range(count // numbers):
+        values = carray(pointer(copied), (BLOCK, width), bits)
+        found = np.int32(0)
+        for token in range(count):
             for i in range(value_dim):
-                value = words[word, i]
-                non_finite |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
-        return non_finite == 0
+                found |= np.int32((values[token, i] & non_finite) == non_finite)
+        return found == 0
 
     @njit(error_model="numpy")
-    def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window) -> None:
-        """Like `prefill_loops.sums_of`, but skips the keys that a query does not see, as 0 * NaN would be NaN."""
+    def add_visible(scores, copied, block, count, tile_sums, state, window) -> None:
+        """Like the product, but skips the keys that a query does not see, as 0 * NaN would be NaN."""
         weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
-        values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
-        rescales = carray(pointer(rescale), (QUERIES,), np.float32)
-        sums = carray(pointer(tile_sums), (QUERIES, width), np.float32)
+        values = carray(pointer(copied), (BLOCK, width), kind)
+        sums = carray(pointer(tile_sums), (value_dim, QUERIES), np.float32)
         lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
         for lane in range(QUERIES):
-            for i in range(value_dim):
-                sums[lane, i] *= rescales[lane]
             last = np.int64(lasts[lane])
             for key in range(max(np.int64(0), last + 1 - window - block), min(count, last + 1 - block)):
-                word, part = key // numbers, key % numbers
-                weight = widen(weights[word, lane, part])
+                weight = widen(weights[key // numbers, lane, key % numbers])
                 for i in range(value_dim):
-                    sums[lane, i] += weight * widen(values[word, i, part])
+                    sums[i, lane] += weight * widen(values[key, i])
 
     @njit(fastmath=False, error_model="numpy")  # fast math would remove `power`'s rounding by addition
     def add_block(tile, buffers, block, visible, lanes, scale) -> None:
-        scores, keys, ordered, rescale = buffers
+        scores, keys, copied, ordered, rescale = buffers
         first, last, window = visible
-        count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
-        for key in range(0, count, KEYS):
-            score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
-        if block + count - 1 <= first and block > last - window:
-            weigh(scores, count, scale, tile + state_at, rescale, block, window)
+        sums, state = tile + sums_at, tile + state_at
+        count = min((last - block) // together * together + together, BLOCK)
+        score(keys, np.int64(key_size), count, tile, np.int64(key_words), scores, lanes)
+        sees_all = block + count - 1 <= first and block > last - window
+        if sees_all:
+            weigh(scores, count, scale, state, rescale, block, window)
         else:
-            weigh_visible(scores, count, scale, tile + state_at, rescale, block, window)
-            if not are_finite(ordered, count):
-                add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
-                return
-        for lane in range(0, min(QUERIES, lanes), ROWS):
-            for chunk in range(0, width, OUTPUTS):
-                sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD
-                weights, rescales = scores + lane * WORD, rescale + lane * WORD
-                add(weights, values, count // numbers, rescales, sums, np.int64(width * WORD))
+            weigh_visible(scores, count, scale, state, rescale, block, window)
+        rescale_sums(sums, np.int64(value_dim), rescale)
+        if not sees_all and not are_finite(copied, count):
+            add_visible(scores, copied, block, count, sums, state, window)
+            return
+        add(ordered, np.int64(BLOCK * WORD // numbers), value_dim, scores, count // numbers, sums, lanes)
 
     return add_block
-
-
-@njit(error_model="numpy")
-def _slot(blocks, page, token) -> np.int64:
-    return np.int64(blocks[token // page]) * page + token % page

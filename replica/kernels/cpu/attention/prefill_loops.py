@@ -9,17 +9,19 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..linear.tile import OUTPUTS, ROWS, VECTORS, products
+from ..runtime import tiles
 from ..runtime import vectors as v
 from ..runtime.scalars import Lowering
-from ..runtime.vectors import FLOAT, FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
+from ..runtime.vectors import FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
 
 #: Queries per tile, one per lane of `VECTORS` vectors.
 QUERIES = OUTPUTS
-#: Keys per product.
-KEYS = ROWS
+#: Keys whose scores are compared together.
+TOGETHER = 8
 #: Less than any score: the score of hidden keys, and the greatest score before the first key.
 LOWEST = -3e38
 #: A polynomial for 2^x with x from -0.5 to 0.5, with a relative error of 2e-9. Exact at 0, because sums are multiplied
@@ -32,58 +34,99 @@ MIN_POWER = -126.0
 MANTISSA_BITS = 23
 
 
-def scores_of(dot: Dot, words: int) -> Any:
-    """A function (keys, step, queries, scores) that scores `KEYS` keys of `words` words, `step` bytes apart.
+def product_of(dot: Dot | None, vectors: int, adds: bool) -> Any:
+    """A function (rows, step, lanes, words, out) that multiplies rows with the queries in the first `vectors` vectors.
 
-    All are int64. `queries` holds the words of all queries for each word. Writes float32 [KEYS, QUERIES] to `scores`.
+    All are int64. There are `rows_of(dot, vectors)` rows of `words` words, `step` bytes apart. `lanes` holds the words
+    of all queries for each word. The products are written to `out`, float32 [rows, QUERIES], or added to it if `adds`.
+    Without `dot`, the matrix registers multiply, for all queries.
     """
 
     @intrinsic
-    def score(_context, _keys, _step, _queries, _scores) -> Lowering:
+    def multiply(_context, _rows, _step, _lanes, _words, _out) -> Lowering:
         def generate(context, builder, _signature, arguments) -> Any:
-            keys, step, queries, scores = arguments
-            zeros = [v.constant(0.0)] * (VECTORS * KEYS)
-            rows, count = v.strided(builder, keys, step, KEYS), ir.Constant(INT64, words)
-            sums = products(builder, dot, rows, 1, queries, QUERIES, count, zeros)
-            for number, total in enumerate(sums):
-                v.store(builder, total, v.words_after(builder, scores, number * LANES), WORD)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), generate
-
-    return score
-
-
-def sums_of(dot: Dot, words: int) -> Any:
-    """A function (weights, values, count, rescale, sums, step) that rescales `ROWS` queries' sums and adds to them.
-
-    It adds weighted values. All are int64. `weights` holds `count` times the words of `QUERIES` queries, `values`
-    `count` times `words` words, of which it reads `OUTPUTS`, and `rescale` a float32 factor per query. The queries'
-    sums are `step` bytes apart.
-    """
-
-    @intrinsic
-    def add(_context, _weights, _values, _count, _rescale, _sums, _step) -> Lowering:
-        def generate(context, builder, _signature, arguments) -> Any:
-            weights, values, count, rescale, sums, step = arguments
-            one = ir.Constant(INT64, WORD)
-            factors = [
-                v.splat(builder, v.load(builder, at, FLOAT, WORD)) for at in v.strided(builder, rescale, one, ROWS)
+            rows, step, lanes, words, out = arguments
+            if dot is None:
+                tiles.multiply(builder, rows, step, lanes, words, out, adds)
+                return context.get_dummy_value()
+            starts = v.strided(builder, rows, step, rows_of(dot, vectors))
+            places = [
+                v.words_after(builder, out, row * QUERIES + vector * LANES)
+                for row in range(len(starts))
+                for vector in range(vectors)
             ]
-            rows = v.strided(builder, sums, step, ROWS)
-            places = [v.words_after(builder, row, vector * LANES) for row in rows for vector in range(VECTORS)]
-            held = [
-                builder.fmul(v.load(builder, place, FLOATS, WORD), factors[number // VECTORS])
-                for number, place in enumerate(places)
-            ]
-            found = products(builder, dot, v.strided(builder, weights, one, ROWS), QUERIES, values, words, count, held)
+            before = _read(builder, places, FLOATS) if adds else [v.constant(0.0)] * len(places)
+            found = products(builder, dot, starts, 1, lanes, QUERIES, words, before)
             for total, place in zip(found, places, strict=True):
                 v.store(builder, total, place, WORD)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 5), generate
 
-    return add
+    return multiply
+
+
+def rows_of(dot: Dot | None, vectors: int) -> int:
+    """Rows per product: equally many sums for any number of vectors."""
+    return tiles.TILED_ROWS if dot is None else ROWS * VECTORS // vectors
+
+
+def copy_of(count: int) -> Any:
+    """A function (source, target) that copies `count` bytes; both are addresses as int64."""
+
+    @intrinsic
+    def copy(_context, _source, _target) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
+            source, target = (v.pointed_by(builder, address) for address in arguments)
+            cgutils.raw_memcpy(builder, target, source, _int(count), 1)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 2), generate
+
+    return copy
+
+
+@intrinsic
+def rescale_sums(_, _sums, _rows, _factors) -> Lowering:
+    """Multiply each of `rows` rows of `sums`, float32 [rows, QUERIES], by the queries' factors. All are int64."""
+
+    def generate(context, builder, _signature, arguments) -> Any:
+        sums, rows, factors = arguments
+        by = _read(builder, [v.words_after(builder, factors, vector * LANES) for vector in range(VECTORS)], FLOATS)
+
+        def rescale(row: Any, _values: Any) -> list[Any]:
+            start = builder.add(sums, builder.mul(row, _int(QUERIES * WORD)))
+            for vector, factor in enumerate(by):
+                place = v.words_after(builder, start, vector * LANES)
+                v.store(builder, builder.fmul(v.load(builder, place, FLOATS, WORD), factor), place, WORD)
+            return []
+
+        v.loop(builder, rows, [], rescale)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+def transpose_of(numbers: int) -> Any:
+    """A function (source, source_step, target, target_step) that transposes `LANES` tokens' values of `LANES` words.
+
+    All are int64, the steps in bytes. A word holds `numbers` values, each of which gets a row of `target`.
+    """
+
+    @intrinsic
+    def transpose(_context, _source, _source_step, _target, _target_step) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
+            source, source_step, target, target_step = arguments
+            rows = _read(builder, v.strided(builder, source, source_step, LANES), WORDS)
+            targets = iter(v.strided(builder, target, target_step, LANES * numbers))
+            for column in v.transposed(builder, rows):
+                for value in [column] if numbers == 1 else v.halves(builder, column):
+                    v.store(builder, value, next(targets), WORD)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), generate
+
+    return transpose
 
 
 def weights_of(numbers: int, masked: bool) -> Any:
@@ -108,7 +151,8 @@ def weights_of(numbers: int, masked: bool) -> Any:
             scored = _Scores(builder, scores, first, visible)
             factor = v.splat(builder, scale)
 
-            greatest = v.loop(builder, builder.sdiv(count, _int(KEYS)), [v.constant(LOWEST)] * VECTORS, scored.greatest)
+            lowest = [v.constant(LOWEST)] * VECTORS
+            greatest = v.loop(builder, builder.sdiv(count, _int(TOGETHER)), lowest, scored.greatest)
             scaled = [builder.fmul(each, factor) for each in greatest]
             new_tops = _greater(builder, scaled, tops)
             factors = [scored.power(builder.fsub(top, new)) for top, new in zip(tops, new_tops, strict=True)]
@@ -150,9 +194,9 @@ class _Scores:
         return v.words_after(self._builder, self._builder.add(self._start, offset), vector * LANES)
 
     def greatest(self, number: Any, before: Sequence[Any]) -> list[Any]:
-        """The greatest of `before` and the scores of `KEYS` keys, by a tree of independent comparisons."""
-        first = self._builder.mul(number, _int(KEYS))
-        keys = [self._builder.add(first, _int(key)) for key in range(KEYS)]
+        """The greatest of `before` and the scores of `TOGETHER` keys, by a tree of independent comparisons."""
+        first = self._builder.mul(number, _int(TOGETHER))
+        keys = [self._builder.add(first, _int(key)) for key in range(TOGETHER)]
         found = [self._or_hidden(key, self._read(key), LOWEST) for key in keys]
         while len(found) > 1:
             found = [_greater(self._builder, *pair) for pair in zip(found[::2], found[1::2], strict=True)]

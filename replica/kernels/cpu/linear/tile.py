@@ -60,11 +60,13 @@ def products(
     sums: Sequence[Any],
     ahead: Sequence[Any] = (),
 ) -> list[Any]:
-    """Add the products of `count` words of each row, `row_step` words apart, to `sums`, `VECTORS` per row.
+    """Add the products of `count` words of each row, `row_step` words apart, to `sums`, equally many vectors per row.
 
     For each word, `weights` holds the words of all outputs, `weights_step` words apart. If `ahead` is given as an
     address and a step in bytes, each word also prefetches one cache line from there.
     """
+
+    vectors = len(sums) // len(rows)
 
     def at(start: Any, number: Any, words: int) -> Any:
         return builder.add(start, builder.mul(number, ir.Constant(INT64, words * WORD)))
@@ -74,7 +76,7 @@ def products(
             start, step = ahead
             v.prefetch(builder, builder.add(start, builder.mul(number, step)), 2)
         first = at(weights, number, weights_step)
-        read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, BF16) for each in range(VECTORS)]
+        read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, BF16) for each in range(vectors)]
         words = [v.load(builder, at(row, number, row_step), INT32, BF16) for row in rows]
         factors = [dot.factor(builder, v.splat(builder, word)) for word in words]
         by_row = [(factor, weight) for factor in factors for weight in read]

@@ -123,7 +123,7 @@ def description(value: Any) -> str:
         return description(value._defn)
     if isinstance(value, types.ExternalFunction):
         return str(value.symbol)
-    if isinstance(value, bool | int | float | str | np.generic):
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
         return repr(value)
     if isinstance(value, type):
         return value.__qualname__

@@ -14,13 +14,19 @@ def multiplies_bfloat16() -> bool:
 
 
 @functools.cache
+def has_tiles() -> bool:
+    """Whether the processor has matrix registers for bfloat16 (Intel AMX)."""
+    return bool(_features().get("amx-bf16"))
+
+
+@functools.cache
 def may_beat_packed() -> bool:
     """Whether our bfloat16 products are expected to be faster than oneDNN's for any number of rows.
 
     Only an estimate, for checks before a start: `models.layers.few_rows` measures. oneDNN is expected to be faster for
     many rows on processors without such instructions and on those with AMX, for which it has kernels of its own.
     """
-    return multiplies_bfloat16() and not _features().get("amx-bf16")
+    return multiplies_bfloat16() and not has_tiles()
 
 
 @functools.cache

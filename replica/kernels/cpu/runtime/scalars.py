@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .vectors import INT32, prefetch
+from .vectors import INT32, pointed_by, prefetch
 
 #: Allows sums in any order; otherwise no loop over features would use vector registers. NaN and infinity keep their
 #: meaning.
@@ -48,7 +47,7 @@ class Storage:
 @intrinsic
 def pointer(_, _address) -> Lowering:
     def generate(_context, builder, _signature, arguments) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        return pointed_by(builder, arguments[0])
 
     return types.voidptr(types.int64), generate
 
@@ -91,7 +90,7 @@ def count_up(_, _address) -> Lowering:
     """Add 1 to the int32 at an address; returns the old value. Writes before an add are visible after a later one."""
 
     def generate(_context, builder, _signature, arguments) -> Any:
-        place = builder.inttoptr(arguments[0], INT32.as_pointer())
+        place = pointed_by(builder, arguments[0], INT32.as_pointer())
         return builder.atomic_rmw("add", place, ir.Constant(INT32, 1), "acq_rel")
 
     return types.int32(types.int64), generate

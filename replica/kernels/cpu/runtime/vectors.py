@@ -17,7 +17,7 @@ LANES = 16  #: Words per vector register.
 WORD = 4  #: Bytes of a pair of bfloat16 numbers, and of a float32.
 BF16 = 2  #: Bytes of a bfloat16.
 
-INT16, INT32, INT64, FLOAT = *(ir.IntType(bits) for bits in (16, 32, 64)), ir.FloatType()
+INT8, INT16, INT32, INT64, FLOAT = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType()
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT32, INT16))
 
 
@@ -102,6 +102,20 @@ def splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
 
 
+def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
+    """The columns of `LANES` vectors, by swapping halves, then quarters and so on between pairs of them."""
+    found, distance = list(rows), LANES // 2
+    while distance:
+        for one in (number for number in range(LANES) if not number & distance):
+            pair = found[one], found[one + distance]
+            low = [LANES + lane - distance if lane & distance else lane for lane in range(LANES)]
+            high = [LANES + lane if lane & distance else lane + distance for lane in range(LANES)]
+            for number, lanes in ((one, low), (one + distance, high)):
+                found[number] = builder.shuffle_vector(*pair, ir.Constant(WORDS, lanes))
+        distance //= 2
+    return found
+
+
 def constant(value: float) -> Any:
     return ir.Constant(FLOATS, [value] * LANES)
 
@@ -112,6 +126,11 @@ def to_bfloat16(builder: Any, exact: Any) -> Any:
     words = builder.bitcast(exact, WORDS)
     lowest_kept_bit = builder.and_(builder.lshr(words, bits), one)
     return builder.trunc(builder.lshr(builder.add(words, builder.add(half, lowest_kept_bit)), bits), HALVES)
+
+
+def halves(builder: Any, words: Any) -> tuple[Any, Any]:
+    """The low and the high 16 bits of words."""
+    return tuple(builder.trunc(each, HALVES) for each in (words, builder.lshr(words, ir.Constant(WORDS, [16] * LANES))))
 
 
 def loop(
@@ -140,8 +159,19 @@ def words_after(builder: Any, start: Any, words: int) -> Any:
     return builder.add(start, ir.Constant(INT64, words * WORD))
 
 
+def pointed_by(builder: Any, address: Any, kind: Any = cgutils.voidptr_t) -> Any:
+    """A pointer of LLVM type `kind` to an address.
+
+    LLVM may turn the sum that makes an address into a pointer and an offset, either part as the pointer. When a linked
+    function is optimized again, a pointer that turns out to be 0 is taken as invalid and its store is dropped, unless
+    the function says otherwise. Only code that other processes load was affected.
+    """
+    set.add(builder.function.attributes, "null_pointer_is_valid")  # llvmlite's own `add` does not know it
+    return builder.inttoptr(address, kind)
+
+
 def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
-    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value = builder.load(pointed_by(builder, address, kind.as_pointer()))
     value.align = alignment
     return value
 
@@ -151,9 +181,9 @@ def prefetch(builder: Any, address: Any, level: int) -> None:
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT32, INT32, INT32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     read, locality, data = (ir.Constant(INT32, value) for value in (0, 4 - level, 1))
-    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, locality, data])
+    builder.call(function, [pointed_by(builder, address), read, locality, data])
 
 
 def store(builder: Any, value: Any, address: Any, alignment: int) -> None:
-    written = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
+    written = builder.store(value, pointed_by(builder, address, value.type.as_pointer()))
     written.align = alignment

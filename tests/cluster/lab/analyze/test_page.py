@@ -7,7 +7,8 @@ from pathlib import Path
 
 import homing
 
-PAGE = Path(homing.__file__).parent / "docs" / "analyze.md"
+ROOT = Path(homing.__file__).parent
+PAGE = ROOT / "docs" / "analyze.md"
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SESSION = re.compile(r"```console\n\$ homing (.*?)\n(.*?)```", re.DOTALL)
 
@@ -25,3 +26,10 @@ def test_the_example_prints_what_the_page_shows(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
 
     assert done.stdout == session[2]
+
+
+def test_the_readme_shows_the_advice_of_the_example():
+    """The README sends its readers to the example for what it shows."""
+    (shown,) = re.findall(r"```\n(1\. messages.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+    assert shown in PAGE.read_text()

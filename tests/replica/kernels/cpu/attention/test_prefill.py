@@ -14,13 +14,13 @@ from ...layouts import TOLERANCE, Shape, error, exact, paged
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 SHAPES = {
-    "three queries a head": Shape(heads=6, dtype=BFLOAT16),
-    "one, page 64": Shape(heads=2, page=64, dtype=BFLOAT16),
+    "one query a head, page 64": Shape(heads=2, page=64, dtype=BFLOAT16),
     "eight, head dim 128, page 256": Shape(heads=8, kv_heads=1, key_dim=128, value_dim=128, page=256, dtype=BFLOAT16),
     "seven, values shorter, odd pages": Shape(heads=14, key_dim=96, value_dim=42, page=9, dtype=BFLOAT16),
     "float32, odd pages": Shape(heads=5, kv_heads=1, key_dim=31, value_dim=33, page=5),
 }
-USUAL = SHAPES["three queries a head"]
+INSTRUCTIONS = pytest.mark.parametrize("instructions", ["tiles", "native", "widened"], indirect=True)
+USUAL = SHAPES["one query a head, page 64"]
 #: Per row, its new tokens and all its tokens: a lone token, none, whole prompts, chunks, and more than a tile.
 Q_LENS, LENGTHS = [1, 0, 2, 150, 33, 5, 64], [1, 0, 130, 150, 500, 5, 1088]
 
@@ -39,10 +39,10 @@ def attended(
     return out
 
 
-@pytest.mark.usefixtures("instructions")
+@INSTRUCTIONS
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 20, 300])
-def test_equals_attention_in_float64(shape, window):
+def test_equals_attention_in_float64(instructions, shape, window):
     """Rows begin and end inside tiles, blocks and pages; unused slots hold NaN."""
     rows, q = paged(shape, LENGTHS, CPU), queries_of(shape, sum(Q_LENS))
 
@@ -51,9 +51,9 @@ def test_equals_attention_in_float64(shape, window):
     assert error(out, exact(q, rows, Q_LENS, AttentionRule(0.2, window))) < TOLERANCE[shape.dtype] / 2
 
 
-@pytest.mark.usefixtures("instructions")
+@INSTRUCTIONS
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_query_s_result_depends_on_nothing_but_what_it_sees(window):
+def test_a_query_s_result_depends_on_nothing_but_what_it_sees(instructions, window):
     """Bit for bit, regardless of the other rows, the number of threads, and the chunks of its prompt."""
     rows, q = paged(USUAL, LENGTHS, CPU), queries_of(USUAL, sum(Q_LENS))
     together = attended(q, rows, Q_LENS, 0.2, window)
@@ -84,17 +84,17 @@ def test_threads_share_the_tiles(threads):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.usefixtures("instructions")
+@INSTRUCTIONS
 @pytest.mark.parametrize("of_values", [True, False])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf])
-def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, window, of_values):
+def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(instructions, number, window, of_values):
     """Earlier tokens of the chunk may be a prefix that others share; later tokens must not look valid."""
     q_lens, lengths = [100, 30], [130, 30]
     rows, q = paged(USUAL, lengths, CPU), queries_of(USUAL, 130)
     clean = attended(q, rows, q_lens, 0.2, window)
     odd = rows.values if of_values else rows.keys
-    odd[rows.tables[0, 60 // 16].long(), 60 % 16] = number
+    odd[rows.tables[0, 60 // USUAL.page].long(), 60 % USUAL.page] = number
 
     out = attended(q, rows, q_lens, 0.2, window)
 
@@ -110,7 +110,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
 def test_any_spread_of_scores_is_weighed(scale, dtype):
     """From near ties to near certainty: scores far below the largest get no weight, and nothing overflows."""
-    shape = Shape(heads=6 if dtype == BFLOAT16 else 4, dtype=dtype)
+    shape = Shape(heads=2 if dtype == BFLOAT16 else 4, dtype=dtype)
     rows, q = paged(shape, [300], CPU), queries_of(shape, 40)
 
     out = attended(q, rows, [40], scale)

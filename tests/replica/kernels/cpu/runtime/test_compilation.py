@@ -53,6 +53,18 @@ def test_kept_code_answers_as_the_compiled_one(tmp_path):
     assert torch.equal(silu_of(kept, x), silu_of(compiled, x))
 
 
+def test_stored_code_may_use_address_0(tmp_path):
+    """Otherwise LLVM drops stores whose address it has split into 0 and an offset."""
+    store, source = CodeStore(tmp_path), source_of(activation, FLOAT32)
+
+    load_or_compile(source, store)
+
+    module = llvm.parse_bitcode(store.get(key_of(source)).bitcode)
+    computed = [each for each in module.functions if "inttoptr i64" in str(each)]
+    assert computed
+    assert all(b"null_pointer_is_valid" in b" ".join(each.attributes) for each in computed)
+
+
 def test_a_process_that_waited_uses_what_was_compiled_meanwhile(tmp_path):
     """Of two ranks that start at once, one compiles; the other looks again once it holds the lock."""
     store, source = CodeStore(tmp_path), source_of(activation, FLOAT32)
