@@ -179,7 +179,7 @@ def test_prompts_that_the_pool_evicted_are_loaded_from_host_memory(
         assert [dict(output.loaded_tokens) for output in outputs[4:]] == [{"CPU": 48}] * 4
         assert loaded == computed
         report = listener.until(lambda load: load.counters.host_hit_tokens == 192)
-        (tier,) = report.tiers
+        tier = report.tiers[0]
         assert tier.medium == "CPU"
         assert 24 <= tier.used_blocks <= tier.total_blocks
         assert tier.load_block_s > 0
