@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from .log import Answer, Books, Census, Reading, Seen, Sighting, Struck
+from .log import SPARE_PROCESS, Answer, Books, Census, Reading, Seen, Sighting, Struck
 
 #: Allowed delay between the deadline that the router enforces and the client's receipt of the response.
 GRACE_S = 2.0
@@ -215,8 +215,13 @@ def book_faults(books: Sequence[Books]) -> list[str]:
 
 
 def leaks(before: Sequence[Census], after: Sequence[Census]) -> list[str]:
-    """Additional processes, and processes that gained more than SPARE_FILES descriptors."""
+    """Additional processes, and processes that gained more than SPARE_FILES descriptors.
+
+    One more spare is none: Ray starts a process before it knows what for, and keeps some that are idle.
+    """
     more = Counter(each.title for each in after) - Counter(each.title for each in before)
+    if more[SPARE_PROCESS] == 1:
+        del more[SPARE_PROCESS]
     found = [f"{count} more processes {title!r}" for title, count in more.items()]
     was = {each.pid: each for each in before}
     for each in after:

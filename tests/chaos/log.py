@@ -56,6 +56,10 @@ class Struck:
     url: str | None = None  #: URL of the router that it killed, if any
 
 
+#: The title of spare processes in a census.
+SPARE_PROCESS = "ray::Spare"
+
+
 @dataclass(slots=True, frozen=True)
 class Census:
     """Resources held by one process while no requests run."""

@@ -17,7 +17,7 @@ from ..e2e.nodes import Nodes, below, two_nodes
 from ..e2e.running import Serving, serving
 from ..router.replicas.external.fakes import FakeEngine, backend_flags, demo_engine, engines_in_a_thread
 from .client import Load, fetch
-from .log import Books, Census, Sighting
+from .log import SPARE_PROCESS, Books, Census, Sighting
 from .tunnel import Fate, Tunnel
 
 Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny", "nodes", "backends", "small", "watched"]
@@ -42,9 +42,8 @@ PATIENCE_S = 180.0
 #: How long a cluster may take to start on a busy machine.
 START_PATIENCE_S = 300.0
 POLL_S = 0.025
-#: Actors with spare processes, and the title of those in a census.
+#: Actors with spare processes.
 WITH_SPARES = ("ray::ReplicaRank", "ray::RouterProcess")
-SPARE = "ray::Spare"
 #: Per fate, a pattern for names of the sockets that it affects: those for events, or all of a replica's.
 SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}
 
@@ -118,7 +117,7 @@ class Cluster:
                 title = _title(process)
                 # IDLE is what Ray calls the next spare process until its actor is created.
                 if title == "ray::IDLE" or (title in WITH_SPARES and process.pid not in used):
-                    title = SPARE
+                    title = SPARE_PROCESS
                 if title.startswith("ray::") or process.pid == self.serving.pid:
                     rss = process.memory_info().rss // 1024
                     links = _links(process.pid)

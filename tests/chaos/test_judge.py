@@ -28,7 +28,7 @@ from .judge import (
     router_back_s,
     row,
 )
-from .log import Answer, Books, Census, Reading, Seen, Sighting, Struck
+from .log import SPARE_PROCESS, Answer, Books, Census, Reading, Seen, Sighting, Struck
 from .report import summary, table, violations
 
 ROUTER = "http://127.0.0.1:1"
@@ -226,8 +226,10 @@ def test_more_processes_and_more_files_are_leaks_and_another_process_is_none() -
     router, rank = Census(1, "ray::RouterProcess", 60, 1000), Census(2, "ray::ReplicaRank", 60, 1000)
 
     assert leaks([router, rank], [router, replace(rank, pid=3, files=90)]) == []
-    spare = replace(rank, title="ray::ReplicaRank (spare)", files=20)
+    spare = replace(rank, title=SPARE_PROCESS, files=20)
     assert leaks([rank, spare], [replace(rank, pid=spare.pid), replace(spare, pid=5)]) == []
+    assert leaks([spare], [spare] * 2) == []
+    assert leaks([spare], [spare] * 3) == [f"2 more processes {SPARE_PROCESS!r}"]
     assert leaks([router], [router, router]) == ["1 more processes 'ray::RouterProcess'"]
     assert len(leaks([router], [replace(router, files=60 + SPARE_FILES + 1)])) == 1
 
