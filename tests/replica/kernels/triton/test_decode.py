@@ -122,7 +122,7 @@ def chunks_of(lengths, kv_heads, window, tile, programs, shortest=1):
     for turns in range(1, 17):
         size = max(shortest, (least + least // 10) // turns)
         chunks = -(-tiles // size)
-        if chunks.sum() * kv_heads <= turns * programs or size * 10 <= least:
+        if chunks.sum() * kv_heads <= turns * programs or size * 10 <= least or size == shortest:
             return chunks, tiles
     raise AssertionError(f"no chunks for {lengths}")
 
